@@ -504,6 +504,21 @@ def test_the_allocator_away_or_frozen_does_not_hide_the_gpus(
     assert "reservations" not in json.loads(ctl("status", "-o", "json").out), "absent, and not none"
 
 
+def test_a_service_that_goes_away_after_its_list_does_not_hide_that(ctl: Any, world: canned.World) -> None:
+    """What else it tells is asked for with a page of one."""
+    world.overrides["ListHealthEvents"] = lambda *_: canned.monitor_api.ListHealthEventsResponse()
+
+    def listed(request: Any, context: Any) -> Any:
+        if request.page_size == 1:
+            canned.fail(context, AWAY)
+        return canned.allocator_api.ListReservationsResponse(reservations=[canned.RESERVATION])
+
+    world.overrides["ListReservations"] = listed
+    ran = ctl("status")
+    assert (ran.code, "training" in ran.out, "nothing is wrong" in ran.out) == (7, True, False)
+    assert f"problems of the allocator are unknown: {AWAY.message}" in ran.err
+
+
 def test_one_slow_list_does_not_hide_the_others_of_its_service(ctl: Any, world: canned.World) -> None:
     world.refuse["ListReservations"] = FROZEN
     ran = ctl("get", "all", "-o", "json")

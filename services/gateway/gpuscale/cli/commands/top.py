@@ -55,10 +55,14 @@ def show_status(session: Session) -> None:
         events = known("health events", partial(lookup.health, client, (), about))
         cordons = None if reservations is None else known("cordons", partial(lookup.cordons, client))
         answers = {"fleet": nodes, "allocator": reservations, "autoscaler": endpoints} if output.human else {}
-        told = [lookup.told(client, name) for name, items in answers.items() if items is not None]
+        told = [
+            known(f"problems of the {name}", partial(lookup.told, client, name))
+            for name, items in answers.items()
+            if items is not None
+        ]
     marked = marks(cordons or ())
     of = {"nodes": nodes, "reservations": reservations, "endpoints": endpoints, "healthEvents": events}
-    failed = ExitCode.UNAVAILABLE if None in (*of.values(), cordons) else ExitCode.OK
+    failed = ExitCode.UNAVAILABLE if None in (*of.values(), cordons, *told) else ExitCode.OK
     if not output.human:
         listed = {key: [to_dict(item) for item in items] for key, items in of.items() if items is not None}
         output.write_data(listed)
@@ -71,14 +75,18 @@ def show_status(session: Session) -> None:
     use = f"{free} free, {held} held" + (
         f", {closed} not for new work" if (closed := len(gpus) - free - held) > 0 else ""
     )
-    wrong = [one[PROBLEM_KEY] for one in told if PROBLEM_KEY in one]
+    wrong = [one[PROBLEM_KEY] for one in told if one and PROBLEM_KEY in one]
     ill = any(map(monitor.node_problem, there))
     stand = ", ".join(f"{count} {state}" for state, count in states.items()) or "no agent reports"
     lines = [
         _count(nodes and gpus, "GPU", "use unknown" if reservations is None else use),
         _count(nodes, "node", stand),
         f"{_count(reservations, 'reservation')}, {_count(endpoints, 'endpoint')}, "
-        + ("nothing is wrong" if events == [] and not (ill or wrong) else _count(events, "health event")),
+        + (
+            "nothing is wrong"
+            if events == [] and not (ill or wrong or None in told)
+            else _count(events, "health event")
+        ),
         *wrong,
     ]
     tables = (
