@@ -519,6 +519,15 @@ def test_a_service_that_goes_away_after_its_list_does_not_hide_that(ctl: Any, wo
     assert f"problems of the allocator are unknown: {AWAY.message}" in ran.err
 
 
+def test_a_plan_of_an_upgrade_shows_what_answers(ctl: Any, world: canned.World) -> None:
+    world.refuse["ListReservations"] = AWAY
+    ran = ctl("upgrade", "--plan", "-o", "json")
+    steps = {one["what"]: one for one in json.loads(ran.out)["steps"]}
+    assert (ran.code, steps.keys() >= {"fleet", "nodes/host-1", "this host"}) == (7, True)
+    assert (steps["services"]["state"], steps["services"]["found"]) == ("FAIL", AWAY.message)
+    assert AWAY.message in ran.err
+
+
 def test_one_slow_list_does_not_hide_the_others_of_its_service(ctl: Any, world: canned.World) -> None:
     world.refuse["ListReservations"] = FROZEN
     ran = ctl("get", "all", "-o", "json")

@@ -47,13 +47,18 @@ def upgrade(session: Session, config: Path | None, plan: bool) -> None:
     units = [f"gpuscale-{name}" for name in ORDER if (folder() / f"gpuscale-{name}.service").exists()]
     session = of_host(session, config)
     found, own = list(_states(config)), version("gpuscale")
-    for what, program, theirs in programs(session):
-        if not theirs:
-            found.append(_row("WARN", what, f"its {program} reports no version, so it is an old one"))
-            continue
-        state = "OK" if fits(theirs, own) else "FAIL"
-        advice = "" if state == "OK" else f"upgrade it in steps of one minor version up to {own}"
-        found.append(_row(state, what, f"its {program} is {theirs}", advice))
+    silent: GpuscaleError | None = None
+    try:
+        for what, program, theirs in programs(session):
+            if not theirs:
+                found.append(_row("WARN", what, f"its {program} reports no version, so it is an old one"))
+                continue
+            state = "OK" if fits(theirs, own) else "FAIL"
+            advice = "" if state == "OK" else f"upgrade it in steps of one minor version up to {own}"
+            found.append(_row(state, what, f"its {program} is {theirs}", advice))
+    except GpuscaleError as error:
+        silent = error
+        found.append(_row("FAIL", "services", error.message))
     restarts = "stop gpuscalectl init --run or join --run, and start it again"
     if units:
         restarts = f"restart {', '.join(units)}"
@@ -64,6 +69,8 @@ def upgrade(session: Session, config: Path | None, plan: bool) -> None:
     ]
     if plan:
         session.output.write_findings("steps", [*found, *steps], ("what",))
+    if silent is not None:
+        raise silent
     if wrong := [row for row in found if row["state"] == "FAIL"]:
         raise FailedPreconditionError(f"{wrong[0]['what']}: {wrong[0]['found']}", reason="VERSIONS_APART")
     if plan:
