@@ -3,7 +3,6 @@
 Combines health, known to the fleet, with cordons, known to the allocator. Pure.
 """
 
-import signal
 from collections.abc import Iterable, Mapping
 
 from gpuscale.api.allocator import v1 as allocator_api
@@ -20,7 +19,9 @@ _GPU_STATES = {number: name.removeprefix("GPU_STATE_") for name, number in types
 _NODE_STATES = {number: name.removeprefix("NODE_STATE_") for name, number in monitor_api.NodeState.items()}
 _ANSWERING = {"OK", "DEGRADED", "SLOW", "DIVIDED"}
 _WORKING = {"OK", "SLOW", "DIVIDED", "RELEASED"}
-_SIGNALS = {128 + one: f"killed by {one.name}" for one in signal.Signals}
+_NAMES = "HUP INT QUIT ILL TRAP ABRT BUS FPE KILL USR1 SEGV USR2 PIPE ALRM TERM"
+_SIGNALS = {code: f"killed by SIG{name}" for code, name in enumerate(_NAMES.split(), 129)}
+"""By exit code, in Linux's numbers, as a client may run elsewhere; higher codes are more likely a program's own."""
 _ONLINE, _QUARANTINED = "ONLINE", "QUARANTINED"
 
 
@@ -99,7 +100,7 @@ def advice(reservation: allocator_api.Reservation) -> str:
 
 def ended_by(one: allocator_api.JobMember) -> str:
     """Why a member of a job ended; the signal where its exit code is all that tells."""
-    often = ", often for want of memory" * (one.exit_code == 128 + signal.SIGKILL)
+    often = ", often for want of memory" * (one.exit_code == 137)
     return one.end_reason or _SIGNALS.get(one.exit_code, "") + often
 
 
