@@ -366,6 +366,7 @@ class World:
 
     def __init__(self) -> None:
         self.requests: list[Any] = []
+        self.waits: list[float | None] = []  # for how long each is waited for
         self.refuse: dict[str, errors.GpuscaleError] = {}
         self.overrides: dict[str, Any] = {}
         self.things: dict[str, Any] = {
@@ -380,6 +381,7 @@ class World:
     def answer(self, method: str, request: Any, context: grpc.ServicerContext) -> None:
         """Note a request, and refuse it if the test wants that."""
         self.requests.append(request)
+        self.waits.append(context.time_remaining())
         if method in self.refuse:
             fail(context, self.refuse[method])
 
