@@ -20,7 +20,7 @@ from gpuscale.cli.console.terminal import TYPED, folded, write_lines
 from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.parameters import local_text
 from gpuscale.cli.views.allocator import JOB_MEMBERS, JOBS, RESERVATIONS, STANDINGS
-from gpuscale.cli.views.autoscaler import ADAPTERS, REPLICAS
+from gpuscale.cli.views.autoscaler import ADAPTERS, ENDPOINTS, REPLICAS
 from gpuscale.cli.views.monitor import AUDIT, RECORDED_GPUS
 
 VIEW = View[Node](
@@ -292,6 +292,15 @@ def test_a_command_that_a_signal_ended_says_which() -> None:
     told |= {128: "-", 143: "killed by SIGTERM", 144: "-", 162: "-"}  # a program's own codes, more likely
     assert {code: why(JobMember(exit_code=code)) for code in told} == told
     assert why(JobMember(exit_code=137, end_reason="somebody stopped it")) == "somebody stopped it"
+
+
+def test_the_gpus_of_an_ask_are_shown_also_where_it_asks_for_none() -> None:
+    [column] = [one for one in ENDPOINTS.columns if one.heading == "GPUS-EACH"]
+    endpoint = api.Endpoint()
+    endpoint.spec.template.gpu_count = 2
+    assert column.cell(endpoint) == "2"
+    endpoint.spec.template.ask.SetInParent()
+    assert column.cell(endpoint) == "0"
 
 
 def test_only_the_wide_table_says_what_an_adapter_can_do() -> None:

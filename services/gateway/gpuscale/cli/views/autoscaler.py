@@ -21,6 +21,11 @@ def _ready_sets(endpoint: api.Endpoint) -> str:
     return text(", ".join(f"{one.id} {one.ready_replicas}/{one.desired_replicas}" for one in sets))
 
 
+def _gpus_each(endpoint: api.Endpoint) -> str:
+    template = endpoint.spec.template
+    return str(template.ask.gpu_count if template.HasField("ask") else template.gpu_count)
+
+
 ENDPOINTS = View[api.Endpoint](
     "endpoints",
     (
@@ -31,11 +36,7 @@ ENDPOINTS = View[api.Endpoint](
         Column("STARTING", lambda endpoint: str(endpoint.status.starting_replicas), wide=True),
         Column("READY", lambda endpoint: str(endpoint.status.ready_replicas)),
         Column("DRAINING", lambda endpoint: str(endpoint.status.draining_replicas), wide=True),
-        Column(
-            "GPUS-EACH",
-            lambda one: str(one.spec.template.ask.gpu_count or one.spec.template.gpu_count),
-            wide=True,
-        ),
+        Column("GPUS-EACH", _gpus_each, wide=True),
         Column("TEMPLATE", lambda endpoint: text(endpoint.spec.template.template), wide=True),
         Column("SETS", _ready_sets, wide=True),
         Column("TENANT", lambda endpoint: text(endpoint.tenant), wide=True),
