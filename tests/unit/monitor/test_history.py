@@ -5,7 +5,7 @@ import tracemalloc
 from array import array
 from collections.abc import Callable
 from functools import partial
-from itertools import chain
+from itertools import chain, product
 from random import Random
 from types import FrameType
 
@@ -138,7 +138,7 @@ def test_samples_that_wait_together_are_kept_as_those_of_each_gpu_alone(seed: in
     for _ in range(source.randrange(20, 400)):
         now += source.choice((0.3, 1.0, 1.0, 1.0, 70.0))
         late = source.choice((0.0, 0.0, 0.0, 5.0))
-        rows = [tuple(source.choice((ABSENT, 1.0, 2.5)) for _ in range(width)) for _ in keys]
+        rows = [tuple(source.choice((ABSENT, source.random())) for _ in range(width)) for _ in keys]
         alone = source.randrange(9)
         for place, key in enumerate(keys):
             if alone >= len(keys) or alone == place:
@@ -155,8 +155,8 @@ def test_samples_that_wait_together_are_kept_as_those_of_each_gpu_alone(seed: in
                 assert first is not None
                 assert second is not None
                 assert first.newest() == second.newest()
-                for tier in range(3):
-                    assert first.points(3, tier, 0.0, 1e9) == second.points(3, tier, 0.0, 1e9)
+                for metric, tier in product(source.sample(range(width), 2), range(3)):
+                    assert first.points(metric, tier, 0.0, 1e9) == second.points(metric, tier, 0.0, 1e9)
 
 
 def test_samples_do_not_wait_with_a_series_that_has_ended() -> None:
