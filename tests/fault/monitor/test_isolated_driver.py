@@ -6,6 +6,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -13,7 +14,7 @@ import pytest
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.wire import seconds, to_duration
-from gpuscale.monitor.agent.isolated import ChildProcess, IsolatedSource
+from gpuscale.monitor.agent.isolated import ChildProcess, IsolatedSource, _Lane
 from gpuscale.monitor.agent.nvml import NvmlSource
 from gpuscale.monitor.agent.sources import GpuSourceError
 from tests.support.nvml_double import NvmlDouble, env_with_double
@@ -125,7 +126,16 @@ async def test_a_driver_that_holds_a_call_is_released_by_force(
         assert children() == []
 
 
-def test_what_the_process_reads_arrives_as_it_was(eight: NvmlDouble) -> None:
+def test_what_the_process_reads_arrives_as_it_was(eight: NvmlDouble, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent, ask = list[int](), _Lane.ask
+
+    def counted(lane: _Lane, question: tuple[str, Any]) -> Any:
+        answer = ask(lane, question)
+        if question[0] == "read":
+            sent.append(len(answer))
+        return answer
+
+    monkeypatch.setattr(_Lane, "ask", counted)
     there, here = IsolatedSource(), NvmlSource()
     try:
         inventory = there.open()
@@ -136,6 +146,9 @@ def test_what_the_process_reads_arrives_as_it_was(eight: NvmlDouble) -> None:
             there_and_here = [(there.read(gpu.uuid), here.read(gpu.uuid)) for gpu in inventory.gpus]
             assert [one for one, _ in there_and_here] == [one for _, one in there_and_here]
             assert there_and_here[1][0].reading.temperature_celsius == heat
+        first, second, third = (sent[at : at + 8] for at in (0, 8, 16))
+        assert min(first) > 10 > max(second)
+        assert (len(sent), third) == (24, [0] * 8)
     finally:
         there.close()
         here.close()
