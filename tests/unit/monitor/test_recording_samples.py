@@ -105,6 +105,17 @@ def test_tables_of_numbers_lead_to_the_samples_that_the_readings_would() -> None
         assert [repr(row) for row in seen] == [repr(row) for row in shown]
 
 
+def test_a_table_with_more_values_than_gpus_is_an_error_wherever_it_is_merged() -> None:
+    """Validation refuses it; what comes here in spite of that must not be taken for something else."""
+    picture, wrong = snapshot(30.0), numbers({"power_watts": (1.0, 2.0)}, 0)
+    observer = SampleObserver(History(DEFAULT_TIERS, ROOM), Recordings())
+    observer.observe("alpha", picture, 100.0, None)
+    with pytest.raises(ValueError, match="longer than argument 1"):
+        picture.merge(wrong)
+    with pytest.raises(ValueError, match="longer than argument 1"):
+        observer._gpus["alpha"].merge(wrong.numbers)
+
+
 def test_a_host_is_noted_with_what_changed_of_it() -> None:
     history = History(DEFAULT_TIERS, ROOM)
     observer = SampleObserver(history, Recordings())

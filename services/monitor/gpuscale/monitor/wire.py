@@ -370,7 +370,7 @@ class Picture:
             begin = self._fields.index(field) * count
             if not places:
                 self._table[begin : begin + count] = array("d", values)
-            for place, value in zip(places, values, strict=False):
+            for place, value in zip(places, values if places else (), strict=True):
                 self._table[begin + place] = value
         self._stamp = change.stamp
         self._open = None

@@ -77,12 +77,12 @@ class _Gpus:
                 begin = metric * count
                 if not places:
                     self.values[begin : begin + count] = table[at * count : (at + 1) * count]
-                for place, value in zip(places, values, strict=False):
+                for place, value in zip(places, values if places else (), strict=True):
                     self.values[begin + place] = value
                 memory = memory or metric == _USED
             elif field == _TOTAL:
                 totals = array("d", self.totals if places else values)
-                for place, value in zip(places, values, strict=False):
+                for place, value in zip(places, values if places else (), strict=True):
                     totals[place] = value
                 self.totals, memory = totals, True
         if memory:
