@@ -622,7 +622,9 @@ def test_version_names_the_gateway_while_the_fleet_is_away(ctl: Any, world: cann
     world.refuse["ListNodes"] = world.refuse["ListReservations"] = AWAY
     tell(world, (VIA_KEY, "0.4.0"), method="ListEndpoints")
     ran = ctl("version", "-o", "json")
-    assert "0.4.0" in {one["version"] for one in json.loads(ran.out)["versions"] if one["program"] == "gateway"}
+    assert "0.4.0" in {
+        one["version"] for one in json.loads(ran.out)["versions"] if one["program"] == "gateway"
+    }
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,9 @@ async def test_an_order_of_replicas_is_what_the_field_shows(monkeypatch: pytest.
         for typed, shown in ((1e11, 100_000), (-1.0, 0), (2.7, 3)):
             order.value = typed
             assert order.value == shown
-        [button] = [one for one in page.elements.values() if isinstance(one, ui.button) and one.text == "order"]
+        [button] = [
+            one for one in page.elements.values() if isinstance(one, ui.button) and one.text == "order"
+        ]
         assert button.enabled
         order.value = None
         assert not button.enabled, "an empty field orders nothing; the button did nothing and said nothing"

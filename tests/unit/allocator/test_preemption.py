@@ -2,6 +2,7 @@
 
 from gpuscale.allocator.domain.model import Order
 from gpuscale.allocator.queueing.model import Revoke, Rules
+from gpuscale.allocator.queueing.queue import SETTLE
 from tests.support.queue_world import Line, QueueWorld, wish
 
 RULES = Rules(min_runtime=100.0, grace=30.0)
@@ -40,6 +41,19 @@ def test_its_place_is_kept_and_it_is_granted_when_the_victim_ended() -> None:
     assert line.revoked() == []
     line.end("n0-3")
     assert line.granted() == ["urgent"]
+
+
+def test_nobody_else_is_preempted_while_gpus_that_were_left_still_read_busy() -> None:
+    """Their last reading is of the victim: a job that was not needed was sent away as well."""
+    line = line_of(1, nodes=2)
+    line.ask(urgent())
+    assert line.revoked() == ["n1-0"]
+    line.world.down.add("n1")
+    line.end("n1-0")
+    assert line.revoked() == []
+    line.world.now += SETTLE
+    line.queue.changed({"n1"})
+    assert line.revoked() == ["n0-0"], "who is there without a reservation does not leave"
 
 
 def test_a_preempted_holder_does_not_preempt_back() -> None:

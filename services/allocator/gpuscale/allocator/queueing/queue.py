@@ -67,6 +67,8 @@ MOST_AT_ONCE = 32
 _ALIKE = attrgetter("ask", "tenant", "priority", "booking", "limit", "preemptible", "may_preempt")
 MOST_NAMED = 3
 """Most reservations that a message names."""
+SETTLE = 5.0
+"""Seconds for which GPUs that a victim left may still read as busy as with it."""
 
 
 def forecast(
@@ -475,7 +477,7 @@ class Queue:
         if waiter.order.booking or not (first or waiter.order.may_preempt or promise):
             return  # bookings are kept in any case
         ask = beside(waiter.order.ask, self._kept_from(waiter.order, waiter))
-        promise = promise and renewed(promise, ask, self._world, now)
+        promise = promise and (self._settling(promise, now) or renewed(promise, ask, self._world, now))
         preempting = self._preempt(waiter, promise, ask, now)
         if preempting is not None and preempting.victims:
             yield Revoke(waiter, tuple(sorted(preempting.victims)))
@@ -493,6 +495,15 @@ class Queue:
         elif promise is not None and not promise.victims:
             promise = None
         self._put(waiter, promise)
+
+    def _settling(self, promise: Promise, now: float) -> Promise | None:
+        """The promise as it stood, while GPUs that a victim left may still read busy: nobody else is to leave for them."""
+        since = min(promise.start, now)
+        there = {lease.id for lease in self._world.leases(promise.nodes)} if promise.victims else ()
+        if promise.victims.issubset(there) or now >= since + SETTLE:
+            return None
+        self.look_again = min(self.look_again or math.inf, since + SETTLE)
+        return replace(promise, start=since)
 
     def _preempt(self, waiter: Waiter, promise: Promise | None, ask: Ask, now: float) -> Promise | None:
         """The promise with leases ended for it as its victims, in place of one without."""
