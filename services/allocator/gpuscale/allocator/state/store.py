@@ -289,8 +289,8 @@ def _refuse_ended(requests: Sequence[str], connection: Connection) -> None:
     request_id = _RESERVATION.c.request_id
     known = connection.execute(select(request_id).where(request_id.in_(requests), schema.ARCHIVED))
     if found := known.scalars().all():
-        ids, message = {"request_ids": ",".join(found)}, "what was granted for the request has ended"
-        raise AbortedError(message, reason="REQUEST_ENDED", metadata=ids)
+        message = "what was granted for the request has ended"
+        raise AbortedError(message, reason="REQUEST_ENDED", metadata={"request_ids": ",".join(found)})
 
 
 def count(connection: Connection, changes: Mapping[str, int]) -> dict[str, int]:

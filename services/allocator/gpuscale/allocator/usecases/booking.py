@@ -186,7 +186,6 @@ class Calendar:
         moved = replace(one, spots=spots, note=f"moved from {was} at {local(wall)}: {same.message}")
         await self._put(moved)
         await self._reprieve(one)
-        self.changes.room(one.nodes)
         _log.info("a booking was moved", booking=one.name, problem=same.message)
         return moved
 
@@ -196,7 +195,6 @@ class Calendar:
         await self.store.save(over)
         self.bookings.put(over)
         await self._reprieve(one)
-        self.changes.room(one.nodes)
         _log.info("a booking is over", booking=one.name, state=state.value)
         return over
 
@@ -215,9 +213,10 @@ class Calendar:
         return after
 
     async def _reprieve(self, one: Booking) -> None:
-        """Take back the notice of those who may stay; other bookings of their GPUs give it again."""
+        """Take back the notice of those who may stay, and tell of the room; other bookings of their GPUs give notice again."""
         live = self.leases.ledger.reservations(ended=False)
         await self.leases.revoke([held.id for held in live if held.end_reason == one.why], None, "")
+        self.changes.room(one.nodes)
 
     def _on(self, one: Booking) -> Iterator[Reservation]:
         use = self.leases.ledger.use

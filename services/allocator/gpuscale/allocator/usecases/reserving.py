@@ -175,8 +175,7 @@ class Waiting:
         """Like `wait`, and yield the place whenever it changes; the last item is the reservation's id."""
         loop = asyncio.get_running_loop()
         until = loop.time() + seconds
-        bell = asyncio.Event()
-        entry = self._join(order, seconds)
+        bell, entry = asyncio.Event(), self._join(order, seconds)
         entry.bells.add(bell)
         told: QueuePlace | None = None
         again, quiet = until, 0.0
@@ -421,8 +420,7 @@ class Reserving:
                     pick = self._look(order)
                     if not isinstance(pick, Pick):
                         raise self._refused(pick)
-                    now, wall = self.clock.now(), self.clock.wall()
-                    known = self.ledger.grant(order, pick.gpus, now=now, wall=wall)
+                    known = self.ledger.grant(order, pick.gpus, now=self.clock.now(), wall=self.clock.wall())
                     granted.append(known)
                 found.append(known.id)
         except GpuscaleError:
