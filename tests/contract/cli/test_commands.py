@@ -627,6 +627,15 @@ def test_version_names_the_gateway_while_the_fleet_is_away(ctl: Any, world: cann
     }
 
 
+def test_version_waits_once_for_a_service_that_hangs(ctl: Any, world: canned.World) -> None:
+    world.refuse.update(dict.fromkeys(("ListNodes", "ListEndpoints", "ListAdapters"), FROZEN))
+    ran = ctl("version", "-o", "json")
+    assert (ran.code, FROZEN.message in ran.err) == (6, True)
+    asked = zip(world.requests, world.waits, strict=True)
+    waited = [type(one).__name__ for one, wait in asked if wait is None or wait > 2 * MOMENT]
+    assert waited == ["ListNodesRequest", "ListReservationsRequest", "ListEndpointsRequest"]
+
+
 @pytest.mark.parametrize(
     "words",
     [("explain", "reservation"), ("get", "reservations"), ("release",), ("renew",), ("stats",)],

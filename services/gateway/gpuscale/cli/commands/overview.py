@@ -95,14 +95,16 @@ def get_all(session: Session, kinds: str) -> None:
 
 
 def programs(session: Session) -> Iterator[tuple[str, str, str]]:
-    """Name, program and version of each program that answers, empty before 0.1; the error of one that does not comes last."""
+    """Name, program and version (empty before 0.1) of each program that answers; the error of one that does not comes last."""
     from gpuscale.common.rpc.status import LEADER_KEY, VERSION_KEY, VIA_KEY
+
+    about = lookup.About(silent=session.silent)
 
     def of(part: str) -> Iterator[tuple[str, str, str]]:
         if part == "agents":
-            yield from ((one.name, "agent", one.agent_version) for one in lookup.nodes(client))
+            yield from ((one.name, "agent", one.agent_version) for one in lookup.nodes(client, (), about))
         elif part == "adapters":
-            yield from ((one.name, "adapter", one.version) for one in lookup.adapters(client))
+            yield from ((one.name, "adapter", one.version) for one in lookup.adapters(client, (), about))
         elif part == "gateways":  # that of a standby host tells of itself
             for one in () if session.apart else session.each():
                 found = ""
@@ -112,7 +114,7 @@ def programs(session: Session) -> Iterator[tuple[str, str, str]]:
                             found = found or lookup.told(of_gateway, service).get(VIA_KEY, "")
                 yield str(one.address or client.address), "gateway", found
         else:
-            told = lookup.told(client, part)
+            told = lookup.told(client, part, session.silent)
             leads = filter(None, ("process that leads", told.get(LEADER_KEY, "")))
             yield part, ", ".join(leads), told.get(VERSION_KEY, "")
 

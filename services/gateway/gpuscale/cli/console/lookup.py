@@ -265,15 +265,20 @@ def gpu_uuid(client: Client, typed: str) -> str:
         raise
 
 
-def told(client: Client, service: str) -> dict[str, str]:
-    """What a service tells beside an answer: its version, who leads and, of the allocator, its problem."""
+def told(client: Client, service: str, silent: dict[str, GpuscaleError] | None = None) -> dict[str, str]:
+    """What a service tells beside an answer: its version, who leads and its problem. One that hangs is added to `silent`."""
     methods: dict[str, tuple[Any, Any]] = {
         "fleet": (client.fleet.ListNodes, monitor_api.ListNodesRequest),
         "allocator": (client.allocator.ListReservations, allocator_api.ListReservationsRequest),
         "autoscaler": (client.endpoints.ListEndpoints, api.ListEndpointsRequest),
     }
     method, request = methods[service]
-    _, call = method.with_call(request(page_size=1))
+    try:
+        _, call = method.with_call(request(page_size=1))
+    except DeadlineExceededError as error:
+        if silent is not None:
+            silent[request.DESCRIPTOR.full_name] = error
+        raise
     return {key: str(value) for key, value in call.trailing_metadata() or ()}
 
 
