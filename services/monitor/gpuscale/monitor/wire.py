@@ -366,7 +366,7 @@ class Picture:
             if field not in self._fields:
                 self._fields = _wider(self._fields, field)
                 self._table.extend([_NOT_TOLD] * count)
-                self._rested.pop(field, None)
+                self._rested.pop(field, None)  # frees memory: the table is read now
             begin = self._fields.index(field) * count
             if not places:
                 self._table[begin : begin + count] = array("d", values)

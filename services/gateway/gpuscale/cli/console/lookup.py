@@ -93,10 +93,14 @@ class About:
         return found[:limit]
 
     def _pages(self, method: Any, request: Any) -> Iterator[Any]:
-        """The pages of a list. One that was silent is not waited for again, nor others of its service, but the next for a moment."""
+        """The pages of a list; DeadlineExceededError at once if it, or two others of its service, were silent before.
+
+        After one, it is waited for a moment.
+        """
         name, package = request.DESCRIPTOR.full_name, request.DESCRIPTOR.file.package
         of_service = [one for key, one in (self.silent or {}).items() if key.startswith(f"{package}.")]
-        if self.silent and (name in self.silent or of_service[1:]):
+        hangs = len(of_service) > 1  # the service, and not one list
+        if self.silent and (name in self.silent or hangs):
             raise self.silent.get(name, of_service[0])
         try:
             yield from pages(partial(method, timeout=MOMENT) if of_service else method, request)

@@ -26,9 +26,8 @@ from gpuscale.monitor.model.readings import DriverEvent, GpuReading, GpuSample, 
 
 # A release waits less than twice this long, so a child that the kernel cannot end still counts as holding the driver.
 END_SECONDS = 1.5
-_PARTS = len(
-    GpuReading._fields + GpuSample._fields
-)  # a sample's reading in parts, its other fields, and `outdated`
+_PARTS = len(GpuReading._fields) + len(GpuSample._fields)
+"""Parts of a sample: those of its reading, which is one of its fields, the others, and `outdated`."""
 _Change = list[tuple[int, Any]]
 """The places and values of parts that are others than the lane told last: most never change."""
 
@@ -123,7 +122,7 @@ class ChildProcess:
         return True
 
     def lane(self) -> _Lane:
-        """That of the calling thread."""
+        """The lane of the calling thread, made at its first question. EOFError if the child is to end."""
         lane: _Lane | None = getattr(self._own, "lane", None)
         if lane is None:
             with self._lock:

@@ -1,8 +1,9 @@
 """The histories of all nodes and GPUs within a memory budget, and the points and trends in them. Pure.
 
 The history of one is a ring of buckets per tier, each fed by the finer one. Samples wait in plain arrays, those of the GPUs of a
-node in one, until there are several or someone reads, since thousands of GPUs bring one each second. Completed buckets then move to the ring of the finest tier. When
-a bucket of a coarser tier is complete, the finer buckets are merged into it, so each tier has every sample once.
+node in one, until there are several or someone reads, since thousands of GPUs bring one each second. Completed buckets then move to
+the ring of the finest tier. When a bucket of a coarser tier is complete, the finer buckets are merged into it, so each tier has
+every sample once.
 """
 
 from array import array
@@ -275,7 +276,7 @@ def combined(before: Bucket | None, values: "array[float]", width: int) -> Bucke
 
 
 class Together:
-    """Samples of the GPUs of a node, read at the same time, that wait in one array. Without `series` it has ended."""
+    """Samples of the GPUs of a node, read at the same time, that wait in one array."""
 
     __slots__ = ("_history", "_numbers", "_turn", "_values", "series")
 
@@ -284,6 +285,11 @@ class Together:
         self._numbers, self._values = _NO_NUMBERS, _NO_VALUES  # per sample by metric, each of all GPUs
         self._turn = turn % TURNS
         self.series = series
+
+    @property
+    def ended(self) -> bool:
+        """Whether samples can wait here no more, as one of the series ended or waits elsewhere."""
+        return not self.series
 
     @property
     def newest(self) -> int:

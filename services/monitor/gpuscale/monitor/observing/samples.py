@@ -152,7 +152,11 @@ class SampleObserver:
             self._history.add(node_name(node), at, (*host.readings, utilization))
 
     def _taken_together(self, gpus: _Gpus, now: float, apart: float) -> bool:
-        """Take in the readings of all GPUs at once where they have the same age, and none is without any."""
+        """Take in the readings of all GPUs at once; returns False if each has to be looked at alone.
+
+        That is where their ages differ, or a GPU may have no reading, or there is no memory for all. While anything is
+        recorded, on any node, it is too: recordings take samples by GPU.
+        """
         ages, newest = gpus.ages, gpus.newest
         if (
             not ages
@@ -165,7 +169,7 @@ class SampleObserver:
             return False
         if (at := now - age) - newest[0] < apart:
             return True
-        if gpus.together is None or not gpus.together.series:
+        if gpus.together is None or gpus.together.ended:
             gpus.together = self._history.together(gpus.uuids)
         if gpus.together is not None:
             gpus.together.add(at, gpus.values)
