@@ -101,14 +101,10 @@ def _verified(client: "Client", decision: "api.Decision") -> "api.VerifyDecision
 
 
 def _verdict_lines(verdict: "api.VerifyDecisionResponse | None") -> list[str]:
-    if verdict is None:
-        return []
-    if verdict.equal:
-        return ["verified: evaluating its stored inputs again gives the same decision"]
-    return [
-        "evaluating its stored inputs again gives another decision:",
-        *(f"  {one}" for one in verdict.differences),
-    ]
+    if verdict is None or verdict.equal:
+        return ["verified: evaluating its stored inputs again gives the same decision"] if verdict else []
+    differences = (f"  {one}" for one in verdict.differences)
+    return ["evaluating its stored inputs again gives another decision:", *differences]
 
 
 def _require_equal(verdict: "api.VerifyDecisionResponse | None") -> None:
