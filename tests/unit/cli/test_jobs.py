@@ -17,7 +17,13 @@ from gpuscale.cli.commands import detached_jobs, holding, processes, supervise
 from gpuscale.client import jobs, over_ssh
 from gpuscale.client.orders import Orders, shown
 from gpuscale.client.over_ssh import Member
-from gpuscale.common.errors import DeadlineExceededError, UnavailableError
+from gpuscale.common.errors import (
+    DeadlineExceededError,
+    FailedPreconditionError,
+    GpuscaleError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
 from gpuscale.common.rpc.status import PROBLEM_KEY
 from gpuscale.common.wire import to_duration
 
@@ -79,8 +85,9 @@ def test_the_newest_of_an_output_is_kept_in_two_parts(
 class Starting:
     """An allocator that answers nobody at first."""
 
-    def __init__(self, unanswered: int) -> None:
-        self.unanswered = unanswered
+    def __init__(self, unanswered: int, error: GpuscaleError | None = None) -> None:
+        self.unanswered = self.unreleased = unanswered
+        self.error = error or UnavailableError("starting")
         self.told: list[int] = []
 
     def RenewReservation(
@@ -88,23 +95,41 @@ class Starting:
     ) -> api.RenewReservationResponse:
         if self.unanswered:
             self.unanswered -= 1
-            raise UnavailableError("starting")
+            raise self.error
         self.told.append(request.member.exit_code)
         return api.RenewReservationResponse()
 
     def ReleaseReservation(self, *_: object, **__: object) -> api.ReleaseReservationResponse:
+        if self.unreleased:
+            self.unreleased -= 1
+            raise self.error
         return api.ReleaseReservationResponse()
 
 
-def test_an_allocator_that_starts_hears_how_a_command_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error", [UnavailableError("starting"), ResourceExhaustedError("too many calls", reason="OVERLOADED")]
+)
+def test_an_allocator_that_starts_hears_how_a_command_ended(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: GpuscaleError
+) -> None:
     monkeypatch.setattr(holding, "RETRY", 0.0)
     orders = Orders(reservation="reservations/r1", fence=1, command=("true",), reports=True, **NO_TEXTS)
-    allocator = Starting(unanswered=3)
+    allocator = Starting(unanswered=3, error=error)
     holder = holding.LeaseHolder(orders, cast("list[AllocatorServiceStub]", [allocator]))
     holder.started(7)
     holder.ended(137, "")
     assert allocator.told == [137]
-    allocator.unanswered = 3  # as while the link is down on which a supervisor was killed
+    holder.release()
+    assert allocator.unreleased == 0
+    assert capsys.readouterr().err == ""
+    allocator.unanswered, allocator.unreleased, allocator.error = 1, 1, FailedPreconditionError("it is over")
+    holder.ended(0, "")
+    holder.release()
+    assert capsys.readouterr().err.count("it is over") == 2, "said, and not asked again"
+    allocator.unanswered, allocator.error = (
+        3,
+        error,
+    )  # as while the link is down on which a supervisor was killed
     holding.LeaseHolder(orders, cast("list[AllocatorServiceStub]", [allocator])).killed(138)
     assert allocator.told[-1] == 138
 

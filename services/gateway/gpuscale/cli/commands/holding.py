@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 from gpuscale.api.allocator import v1 as api
 from gpuscale.cli.console.terminal import note
 from gpuscale.client.orders import Orders
-from gpuscale.common import wire
+from gpuscale.common import errors, wire
 from gpuscale.common.errors import UNANSWERED, GpuscaleError, UnavailableError
 from gpuscale.common.names import LEASE_KEY, node_name
 from gpuscale.common.rpc import channel, status
@@ -21,6 +21,13 @@ RETRY = 0.5
 """Seconds before an unanswered renewal is retried."""
 PATIENCE, OF_DETACHED = 10.0, 60.0
 """Seconds to retry the first renewal, and the report of the end, without an answer."""
+REFUSALS = (
+    errors.FailedPreconditionError,
+    errors.NotFoundError,
+    errors.PermissionDeniedError,
+    errors.UnauthenticatedError,
+)
+"""Answers that do not change: the lease is over, or another's."""
 _Answer = TypeVar("_Answer")
 
 
@@ -78,23 +85,26 @@ class LeaseHolder:
         if self.member is not None:
             self.member.exit_code, self.member.end_reason = code, why
             self.member.end_time.GetCurrentTime()
-            with suppress(GpuscaleError):  # then its exit code is unknown
-                ended_attempt = self.orders.attempt if leaves else 0
+            ended_attempt = self.orders.attempt if leaves else 0
+            try:
                 known = self.renew_patiently(channel.RPC_TIMEOUT, ended_attempt)
-                if known.job.attempt > self.orders.attempt:
-                    self.moved, self.all_ended = known, False
-                    return
-                ended = [one for one in known.job.members if one.HasField("exit_code")]
-                self.all_ended = len(ended) == known.member_count
+            except GpuscaleError as error:
+                note(f"gpuscalectl run: nobody knows how the command ended: {error.message}")
+                return
+            if known.job.attempt > self.orders.attempt:
+                self.moved, self.all_ended = known, False
+                return
+            ended = [one for one in known.job.members if one.HasField("exit_code")]
+            self.all_ended = len(ended) == known.member_count
 
     def renew_patiently(self, timeout: float, ended_attempt: int = 0) -> "Reservation":
-        """Like `renew`, but retries without an answer, such as while the allocator restarts."""
+        """Like `renew`, but retries unless it is refused, such as while the allocator restarts or has too many calls."""
         until = time.monotonic() + (OF_DETACHED if self.orders.detached else PATIENCE)
         while True:
             try:
                 return self.renew(timeout, ended_attempt)
-            except UNANSWERED:
-                if time.monotonic() >= until:
+            except GpuscaleError as error:
+                if isinstance(error, REFUSALS) or time.monotonic() >= until:
                     raise
             time.sleep(RETRY)
 
@@ -134,13 +144,20 @@ class LeaseHolder:
         return LeaseHolder(orders, self._ways)
 
     def release(self) -> None:
-        """Release the GPUs; if that fails, the lease expires."""
+        """Release the GPUs, patiently where the end of the command was heard; if that fails, the lease expires."""
         name, timeout = self.orders.reservation, channel.RPC_TIMEOUT
         request = api.ReleaseReservationRequest(name=name, fence=self.orders.fence)
-        try:
-            self._ask(lambda way: way.ReleaseReservation(request, timeout=timeout, metadata=self._shown))
-        except GpuscaleError as error:
-            note(f"gpuscalectl run: {name} was not released, and expires by itself: {error.message}")
+        until = time.monotonic() + (PATIENCE if self.member is not None else 0.0)
+        while True:
+            try:
+                self._ask(lambda way: way.ReleaseReservation(request, timeout=timeout, metadata=self._shown))
+            except GpuscaleError as error:
+                if isinstance(error, REFUSALS) or time.monotonic() >= until:
+                    note(f"gpuscalectl run: {name} was not released, and expires by itself: {error.message}")
+                    return
+            else:
+                return
+            time.sleep(RETRY)
 
     def _ask(self, call: "Callable[[AllocatorServiceStub], _Answer]") -> _Answer:
         failure: GpuscaleError = UnavailableError(

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, NoReturn, Self
 
 from gpuscale.cli.commands import processes
 from gpuscale.cli.commands.detached_jobs import JobFolder, detach, not_kept, start_granted, start_in_turn
-from gpuscale.cli.commands.holding import RETRY, LeaseHolder
+from gpuscale.cli.commands.holding import REFUSALS, RETRY, LeaseHolder
 from gpuscale.cli.console.terminal import TERMINAL, note
 from gpuscale.client.orders import GREETING, READY, Orders, shown, started_before
 from gpuscale.client.over_ssh import OF_SIGNAL, exit_code
@@ -35,9 +35,6 @@ from gpuscale.common.errors import (
     FailedPreconditionError,
     GpuscaleError,
     InvalidArgumentError,
-    NotFoundError,
-    PermissionDeniedError,
-    UnauthenticatedError,
 )
 from gpuscale.common.names import node_of
 from gpuscale.common.rpc import channel
@@ -72,8 +69,6 @@ WHOLE = 1000
 """Thousandths of an unshared GPU."""
 MOST_ORDERS = 1 << 24
 """Most bytes of orders: a command line of 2 MiB, the most that Linux takes, and how JSON writes it."""
-
-_LOST = (FailedPreconditionError, NotFoundError, PermissionDeniedError, UnauthenticatedError)
 
 
 def main() -> NoReturn:
@@ -512,7 +507,7 @@ class Keeper:
         left = self._ends - self._grace - time.monotonic()
         try:
             renewed = self._holder.renew(max(RETRY, min(self._pause, left)))
-        except _LOST as error:
+        except REFUSALS as error:
             self.lost = error.message
             return True
         except GpuscaleError as error:
