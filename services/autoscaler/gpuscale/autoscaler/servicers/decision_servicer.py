@@ -22,14 +22,7 @@ from gpuscale.autoscaler.loop.reconciler import Dependencies, Reconciler, gather
 from gpuscale.autoscaler.servicers.endpoints import find_endpoint
 from gpuscale.autoscaler.servicers.feeds import Feeds
 from gpuscale.autoscaler.state.decision_log import DecisionLog, inputs_of, to_wire
-from gpuscale.autoscaler.wire.decisions import (
-    decision_body,
-    evaluation_to_wire,
-    question_from_wire,
-    response_to_wire,
-    sample_to_wire,
-    stated_from_wire,
-)
+from gpuscale.autoscaler.wire import decisions
 from gpuscale.autoscaler.wire.specs import spec_from_wire, spec_violations
 from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
 from gpuscale.common.names import DECISION, ENDPOINT, endpoint_name, parse
@@ -46,7 +39,7 @@ def verified(stored: api.Decision, inputs: internal.DecisionInputs | None) -> ap
     if inputs is None:
         text = f"{stored.name} was stored without its inputs: no rule was read for it, or they were too long"
         raise FailedPreconditionError(text, reason="DECISION_WITHOUT_INPUTS", metadata={"name": stored.name})
-    again = evaluation_to_wire(asked(question_from_wire(inputs)).evaluation)
+    again = decisions.evaluation_to_wire(asked(decisions.question_from_wire(inputs)).evaluation)
     counts = (("before", stored.before, again.before), ("wanted", stored.wanted, again.wanted))
     evaluated, afterwards = stored.steps[: len(again.steps)], stored.steps[len(again.steps) :]
     found = [
@@ -95,9 +88,9 @@ class DecisionServicer(api.DecisionServiceServicer):
         self, request: api.ListDecisionsRequest, context: Context
     ) -> api.ListDecisionsResponse:
         endpoint = parse(ENDPOINT, request.parent, "parent")["endpoint"] if request.parent else ""
-        decisions, token, since = await self._log.list(endpoint, request, asked_period(request))
+        listed, token, since = await self._log.list(endpoint, request, asked_period(request))
         return api.ListDecisionsResponse(
-            decisions=decisions, next_page_token=token, kept_since=optional_timestamp(since)
+            decisions=listed, next_page_token=token, kept_since=optional_timestamp(since)
         )
 
     async def WatchDecisions(
@@ -113,7 +106,7 @@ class DecisionServicer(api.DecisionServiceServicer):
         await self._deps.store.read(partial(find_endpoint, endpoint_id=endpoint))
         return api.QuerySignalsResponse(
             signals=[
-                api.SignalHistory(signal=signal, samples=[sample_to_wire(one) for one in shown])
+                api.SignalHistory(signal=signal, samples=[decisions.sample_to_wire(one) for one in shown])
                 for signal, shown in self._reconciler.samples(endpoint).items()
             ]
         )
@@ -143,8 +136,8 @@ class DecisionServicer(api.DecisionServiceServicer):
             endpoint = Endpoint("", spec, "", granted, at.wall, at.wall)
         else:
             raise InvalidArgumentError("name must be set, or spec", field="name")
-        made = question(live, endpoint.spec, stated_from_wire(request, endpoint.spec, at.now))
+        made = question(live, endpoint.spec, decisions.stated_from_wire(request, endpoint.spec, at.now))
         # Every alternative is a separate evaluation: off the loop, since a spec may have many rules.
         found_answer = await asyncio.to_thread(answer, made)
         decision = compose(endpoint, found_answer.result.evaluation, DecisionOutcome(granted))
-        return response_to_wire(found_answer, decision_body(decision))
+        return decisions.response_to_wire(found_answer, decisions.decision_body(decision))

@@ -11,6 +11,7 @@ from typing import ClassVar, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from gpuscale.api.autoscaler import v1 as api
+from gpuscale.autoscaler.adapters import templates
 from gpuscale.autoscaler.adapters.admission import Admission
 from gpuscale.autoscaler.adapters.engine import (
     EngineUnavailableError,
@@ -36,14 +37,6 @@ from gpuscale.autoscaler.adapters.engines.process.replica import (
 from gpuscale.autoscaler.adapters.journal import JournalRecord, Phase
 from gpuscale.autoscaler.adapters.served import with_free_port
 from gpuscale.autoscaler.adapters.settings import Host, NodeEngineSettings, OpenEngine
-from gpuscale.autoscaler.adapters.templates import (
-    CommandTemplate,
-    ServedMetrics,
-    check_command,
-    fill_arguments,
-    launch,
-    template_named,
-)
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import TaskScope, wait_at_most
 
@@ -84,7 +77,7 @@ class ProbeSettings(BaseModel):
             case [str(address)]:
                 check_address(self.kind, address)
             case [tuple(command)]:
-                check_command(command)
+                templates.check_command(command)
             case _:
                 raise ValueError("set one of exec, tcp and http")
         return self
@@ -107,12 +100,12 @@ class ProbeSettings(BaseModel):
         return Probe(self.kind, target, timing)
 
 
-class ProcessTemplate(CommandTemplate):
+class ProcessTemplate(templates.CommandTemplate):
     """A table [templates.NAME]: how replicas of endpoints that name it are started."""
 
     probe: ProbeSettings | None = None
     """When a replica counts as ready, and as failed although it runs; without one it is ready after a moment of running."""
-    metrics: ServedMetrics | None = None
+    metrics: templates.ServedMetrics | None = None
     """Where its server exposes metrics for signals `llm:...`, on 127.0.0.1."""
 
 
@@ -226,13 +219,13 @@ class ProcessEngine(StepwiseEngine):
         template, name = step.template, step.replica
         if name in self._replicas:
             return
-        table = template_named(self.templates, template)
+        table = templates.template_named(self.templates, template)
         shown = (f"http://127.0.0.1:{table.metrics.port}{table.metrics.path}",) if table.metrics else ()
         target = (*(table.probe.target if table.probe else ()), *shown)
         order = with_free_port(step.order, (*table.command, *target))
         environment = self.context.user.environment()
-        prepared = launch(template, table, order, sys.executable, environment, also=target)
-        asked = fill_arguments(template, target, order, sys.executable, also=table.command)
+        prepared = templates.launch(template, table, order, sys.executable, environment, also=target)
+        asked = templates.fill_arguments(template, target, order, sys.executable, also=table.command)
         metrics = asked[-1] if shown else ""
         probe = table.probe.filled(asked[: len(asked) - len(shown)]) if table.probe else None
         if found := self._found.pop(name, None):
