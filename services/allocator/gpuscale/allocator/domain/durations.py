@@ -136,13 +136,15 @@ def lasted(one: Reservation) -> float | None:
     """How many seconds an ended reservation held its GPUs; None if nothing can be learned from it."""
     if not one.gpus or one.ended is None or one.end_cause not in LEARNED or BOOKING_LABEL in one.labels:
         return None
-    return (one.ended - held_since(one)).total_seconds()
+    return (one.ended - (held_since(one) if one.wanted else one.created)).total_seconds()
 
 
 def held_since(one: Reservation) -> datetime:
     """When it was granted; where it was started again, or that is not recorded, when its job began if that is known."""
-    if one.wanted is None or (one.wanted.granted and not one.wanted.first):
-        return (one.wanted and one.wanted.granted) or one.created
+    if one.wanted is None:
+        return one.created
+    if one.wanted.granted and not one.wanted.first:
+        return one.wanted.granted
     began = [member.started for member in one.job.members if member.started] if one.job else []
     return min(began, default=one.wanted.granted or one.created)
 
