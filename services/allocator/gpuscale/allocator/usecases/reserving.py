@@ -334,11 +334,13 @@ class Waiting:
             return entry.granted.result()
         place = entry.waiter.place
         said = place and f", {counted(place.position, 'request')} before it: {place.obstacle.message}"
-        metadata = {"waited_seconds": f"{seconds:g}"}
-        if place is not None:
-            metadata["last_reason"] = place.obstacle.reason
         message = f"not served within {seconds:g} s{said or ''}"
-        raise ResourceExhaustedError(message, reason="WAIT_TIMEOUT", metadata=metadata)
+        raise ResourceExhaustedError(
+            message,
+            reason="WAIT_TIMEOUT",
+            metadata={"waited_seconds": f"{seconds:g}"}
+            | ({"last_reason": place.obstacle.reason} if place else {}),
+        )
 
 
 _RETRY_EMPTY = 5.0
