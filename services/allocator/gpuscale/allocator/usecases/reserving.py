@@ -54,7 +54,7 @@ JOINED_GAP = 0.1
 """Seconds for which new requests are collected into a round, if nothing else needs one."""
 FORESEE_AGAIN = 30.0
 """Seconds after which a waiting request gets a new forecast even without other changes."""
-FORESEE_GAP, _FORESEE_REST = 3.0, 50.0
+FORESEE_GAP, _FORESEE_REST = 3.0, 100.0
 """Least seconds between two forecasts, and the pause after one as a multiple of its time."""
 REVOKE_AGAIN = 1.0
 """Seconds after which a failed revocation is retried."""
