@@ -722,7 +722,7 @@ class Reservation(_message.Message):
 
     @_builtins.property
     def grant_time(self) -> _timestamp_pb2.Timestamp:
-        """When one that waited with its place was first granted, by the server's wall clock. Absent while it waits, and where it was
+        """When one that waited with its place was first granted, by the server's wall clock. Absent until then, and where it was
         granted when it was made.
         """
 
