@@ -182,7 +182,7 @@ class Commits:
         self._changes = changes
         self._waiting: list[_Unit] = []
         self._size = 0
-        self._filled: asyncio.Future[None] | None = None
+        self._filled: asyncio.Future[None] | None = None  # what `run` waits for while nothing waits
         self._window = GroupWindow()
         self._all = asyncio.Event()
         self._under_way: dict[str, Outcome] = {}

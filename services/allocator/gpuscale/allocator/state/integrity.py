@@ -213,7 +213,7 @@ _UNLISTED = (
 
 
 class Numbering:
-    """Numbers the writes, continuing from the last; for the writer thread. `rows` is the counter of that name, if known."""
+    """Numbers the writes, continuing from the last; for the writer thread. `rows`: the counter `schema.ROWS`; None: read it."""
 
     rows: int | None = None
 
