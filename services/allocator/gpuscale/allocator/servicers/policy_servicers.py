@@ -153,9 +153,25 @@ class PolicyServicer(api.PolicyServiceServicer):
     ) -> api.GetUsePolicyResponse:
         key = names.parse(names.POLICY, request.name)["policy"]
         found, policy = self.policing.policies.get(key), self.policing.policies.spec(key)
-        tracks = self.policing.standings(key)[:MOST_STANDINGS]
-        standings = [self._standing(policy, one) for one in tracks] if policy else []
-        return api.GetUsePolicyResponse(use_policy=_policy(found), standings=standings)
+        answer = api.GetUsePolicyResponse(use_policy=_policy(found))
+        if policy is None:
+            return answer
+        for track in self.policing.standings(key)[:MOST_STANDINGS]:
+            due = track.next_due(policy)
+            standing = answer.standings.add(
+                subject=track.subject.name,
+                message=track.what,
+                begin_time=wire.to_timestamp(track.began),
+                held=wire.to_duration(track.held),
+                paused=not track.counting,
+                done_count=track.done,
+                next_actions=[] if due is None else _actions(policy.stages[track.done].actions),
+                exempt=track.spared,
+            )
+            if due is not None:
+                left = max(0.0, due - (self.clock.now() - track.seen))
+                wire.put_timestamp(standing.next_time, self.clock.wall() + timedelta(seconds=left))
+        return answer
 
     async def ListUsePolicies(
         self, request: api.ListUsePoliciesRequest, context: Context
@@ -218,23 +234,6 @@ class PolicyServicer(api.PolicyServiceServicer):
         node = expect_own_node(request.node, "orders")
         results = [(one.order, one.problem) for one in request.results]
         return api.TakeKillOrdersResponse(orders=self.policing.orders.take(node, results))
-
-    def _standing(self, policy: use_policies.UsePolicy, track: use_policies.Track) -> api.PolicyStanding:
-        due = track.next_due(policy)
-        message = api.PolicyStanding(
-            subject=track.subject.name,
-            message=track.what,
-            begin_time=wire.to_timestamp(track.began),
-            held=wire.to_duration(track.held),
-            paused=not track.counting,
-            done_count=track.done,
-            next_actions=[] if due is None else _actions(policy.stages[track.done].actions),
-            exempt=track.spared,
-        )
-        if due is not None:
-            left = max(0.0, due - (self.clock.now() - track.seen))
-            wire.put_timestamp(message.next_time, self.clock.wall() + timedelta(seconds=left))
-        return message
 
 
 @dataclass(frozen=True, slots=True)

@@ -332,10 +332,19 @@ def to_ask(request: api.Ask, defaults: AllocatorSettings, path: str = "ask.") ->
     if problems := list(contradictions(request, path)):
         first = problems[0]
         raise InvalidArgumentError(f"{first.field} {first.description}", violations=problems)
+    least = defaults.default_min_memory_mib * _MIB
+    if request.HasField("min_memory_bytes"):
+        least = request.min_memory_bytes
+    elif request.HasField("gpu_memory_bytes"):
+        least = request.gpu_memory_bytes
+    elif request.HasField("gpu_milli") and request.gpu_milli < model.WHOLE:
+        least = 0  # the memory that goes with the share has to be free, and no more
+    elif named := _MIG_MEMORY.search(request.mig_profile):
+        least = min(least, int(named.group(1)) * _GB * 9 // 10)
     gpus = [names.parse(names.GPU, name) for name in request.gpus]
     ask = model.Ask(
         gpu_count=request.gpu_count,
-        min_memory_bytes=_min_memory(request, defaults),
+        min_memory_bytes=least,
         max_utilization_percent=wire.or_else(
             request, "max_utilization_percent", defaults.default_max_utilization_percent
         ),
@@ -370,18 +379,6 @@ def to_ask(request: api.Ask, defaults: AllocatorSettings, path: str = "ask.") ->
     return ask
 
 
-def _min_memory(request: api.Ask, defaults: AllocatorSettings) -> int:
-    if request.HasField("min_memory_bytes"):
-        return request.min_memory_bytes
-    if request.HasField("gpu_memory_bytes"):
-        return request.gpu_memory_bytes
-    if request.HasField("gpu_milli") and request.gpu_milli < model.WHOLE:
-        return 0  # the memory that goes with the share has to be free, and no more
-    usual = defaults.default_min_memory_mib * _MIB
-    named = _MIG_MEMORY.search(request.mig_profile)
-    return usual if named is None else min(usual, int(named.group(1)) * _GB * 9 // 10)
-
-
 def _nodes(resources: Sequence[str]) -> frozenset[str]:
     return frozenset(names.parse(names.NODE, name)["node"] for name in resources)
 
@@ -409,17 +406,6 @@ def to_order(
     request.request_id = request_id
     if (known := _orders.get(sent)) and known[1] is defaults and (known[0] is caller or known[0] == caller):
         return model.Order(request_id.lower(), *known[2])
-    order = _to_order(request, caller, defaults, path, sent)
-    _orders[sent] = caller, defaults, _REST(order)
-    if len(_orders) > _ORDERS_KEPT:
-        _orders.popitem(last=False)
-    return order
-
-
-def _to_order(
-    request: api.ReserveRequest, caller: auth.Principal, defaults: AllocatorSettings, path: str, sent: bytes
-) -> model.Order:
-    """The order of a request; `sent` is all of it but its id."""
     tenant, owner = request.tenant or caller.tenants[0], request.owner or caller.name
     if caller.role < auth.Role.ADMIN:
         check_tenant(caller, tenant, f"{path}tenant")
@@ -444,8 +430,8 @@ def _to_order(
     if request.HasField("movable"):
         labels[model.MOVABLE_LABEL] = f"{wire.seconds(request.movable):g}"
     ttl = wire.optional_seconds(request, "ttl")
-    return model.Order(
-        request_id=request.request_id.lower(),
+    order = model.Order(
+        request_id=request_id.lower(),
         fingerprint=f"{wire.fingerprint(request, sent)} {caller.name}",
         holder=request.holder,
         owner=owner,
@@ -463,6 +449,10 @@ def _to_order(
         limit=wire.optional_seconds(request, "time_limit") or 0.0,
         booking=booking,
     )
+    _orders[sent] = caller, defaults, _REST(order)
+    if len(_orders) > _ORDERS_KEPT:
+        _orders.popitem(last=False)
+    return order
 
 
 def check_tenant(caller: auth.Principal, tenant: str, field: str) -> None:

@@ -242,10 +242,16 @@ class Commits:
                 self._under_way[one.id] = outcome
         return outcome
 
-    async def _write(self, group: Sequence[_Unit]) -> None:
+    async def _write(self, group: list[_Unit]) -> None:
         """Write a group in one transaction; if the state refuses any of it, each unit in its own."""
         if tasks.failpoints_set():
-            group = [unit for unit in group if not await self._failed_at_point(unit)]
+            whole, group = group, []
+            for unit in whole:
+                try:
+                    await tasks.hit_async(unit.kind.value)
+                    group.append(unit)
+                except UnavailableError as error:
+                    self._settle(unit, error)
         # Without grants for which there is no room, or that were granted before and have ended.
         if self._store.short:
             problem = "the disk of the state is full: what room is left is for the ends of reservations"
@@ -277,14 +283,6 @@ class Commits:
                 kept.append(unit)
         return kept
 
-    async def _failed_at_point(self, unit: _Unit) -> bool:
-        try:
-            await tasks.hit_async(unit.kind.value)
-        except UnavailableError as error:
-            self._settle(unit, error)
-            return True
-        return False
-
     async def _save(self, group: Sequence[_Unit]) -> UnavailableError | None:
         if not group:  # all was refused; an empty write would be witnessed, and missed at the next start
             return None
@@ -312,35 +310,32 @@ class Commits:
         return None
 
     def _settle(self, unit: _Unit, error: UnavailableError | None) -> None:
-        if error is not None:
-            self._undo(unit)
-        elif unit.kind is _Kind.GRANT:
-            self._changes.publish([self._ledger.confirm(one) for one in unit.reservations])
+        """Tell the ledger and listeners of a written unit, or undo it."""
+        if unit.kind is _Kind.GRANT:
+            if error is None:
+                self._changes.publish([self._ledger.confirm(one) for one in unit.reservations])
+            else:
+                for one in unit.reservations:
+                    self._ledger.withdraw(one)
+                self._changes.room(_nodes([unit]))
         elif unit.kind is _Kind.END:
+            end = self._ledger.settle if error is None else self._ledger.reopen
             for one in unit.reservations:
-                self._ledger.settle(one)
-            self._changes.publish(unit.reservations)
+                end(one)
+            if error is None:
+                self._changes.publish(unit.reservations)
         else:
             pairs = zip(unit.before, unit.reservations, strict=True)
-            renewed = {now.id for was, now in pairs if _TOLD(was) == _TOLD(now)}
-            self._changes.publish(unit.reservations, renewed)
+            if error is None:
+                renewed = {now.id for was, now in pairs if _TOLD(was) == _TOLD(now)}
+                self._changes.publish(unit.reservations, renewed)
+            else:
+                for before, after in pairs:
+                    self._ledger.undo(before, after)
         if unit.kind is not _Kind.CHANGE:
             for one in unit.reservations:
                 self._under_way.pop(one.id, None)
         unit.outcome.settle(error)
-
-    def _undo(self, unit: _Unit) -> None:
-        match unit.kind:
-            case _Kind.GRANT:
-                for one in unit.reservations:
-                    self._ledger.withdraw(one)
-                self._changes.room(_nodes([unit]))
-            case _Kind.END:
-                for one in unit.reservations:
-                    self._ledger.reopen(one)
-            case _Kind.CHANGE:
-                for before, after in zip(unit.before, unit.reservations, strict=True):
-                    self._ledger.undo(before, after)
 
 
 def _nodes(units: Sequence[_Unit]) -> set[str]:

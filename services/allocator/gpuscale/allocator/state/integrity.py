@@ -103,16 +103,23 @@ class Witness:
         self._wal_file = -1
         self._failing = False
         self._seen: tuple[int, int] | None = None
+        """The last acknowledged write, and the first salt of the log; None if nothing is recorded."""
 
     def check_before(self) -> None:
         """Read what was acknowledged; call it before the database is opened.
 
         STATE_INCONSISTENT if the witness is damaged, the database is gone, or its log is not the last one written.
         """
-        self._seen = self._read()
-        if self._seen is None:
+        try:
+            content = self.path.read_bytes()
+        except FileNotFoundError:
             return
-        number, seen = self._seen
+        if not content:  # created, and then the power failed
+            return
+        number, seen, found = _RECORD.unpack(content) if len(content) == _RECORD.size else (0, NO_SALT, None)
+        if found != crc32(_RECORD.pack(number, seen, 0)):
+            raise self._inconsistent("the record of the last write is damaged")
+        self._seen = number, seen
         if number and not (self._database.exists() and self._database.stat().st_size):
             raise self._inconsistent("the database is empty")
         salt = _salt(self._wal)
@@ -156,20 +163,6 @@ class Witness:
             if not self._failing:
                 _log.warning("cannot write the witness", file=str(self.path), problem=str(error))
             self._failing = True
-
-    def _read(self) -> tuple[int, int] | None:
-        """The last acknowledged write, and the first salt of the log; None if nothing is recorded."""
-        try:
-            content = self.path.read_bytes()
-        except FileNotFoundError:
-            return None
-        if not content:  # created, and then the power failed
-            return None
-        if len(content) == _RECORD.size:
-            number, salt, found = _RECORD.unpack(content)
-            if found == crc32(_RECORD.pack(number, salt, 0)):
-                return number, salt
-        raise self._inconsistent("the record of the last write is damaged")
 
     def _inconsistent(self, what: str) -> FailedPreconditionError:
         return FailedPreconditionError(

@@ -273,8 +273,15 @@ class AllocatorStore:
         try:
             try:
                 await self._store.write(work, frees=True)  # `commits` refuses what takes room
-            except AbortedError:
-                await self._store.read(partial(_refuse_ended, [one.request_id for one in added]))
+            except AbortedError as error:
+                # What was granted for some of the requests may have ended, and be archived.
+                request_id = _RESERVATION.c.request_id
+                requests = request_id.in_([one.request_id for one in added])
+                known = select(request_id).where(requests, schema.ARCHIVED)
+                found = await self._store.read(lambda connection: connection.execute(known).scalars().all())
+                if found:
+                    text, ids = "what was granted for the request has ended", ",".join(found)
+                    raise AbortedError(text, reason="REQUEST_ENDED", metadata={"request_ids": ids}) from error
                 raise
         except UnavailableError:
             raise
@@ -282,15 +289,6 @@ class AllocatorStore:
             raise UnavailableError(
                 error.message, reason=error.reason, metadata=error.metadata, retry_after=error.retry_after
             ) from error
-
-
-def _refuse_ended(requests: Sequence[str], connection: Connection) -> None:
-    """Raise REQUEST_ENDED if what was granted for some of the requests has ended and is archived."""
-    request_id = _RESERVATION.c.request_id
-    known = connection.execute(select(request_id).where(request_id.in_(requests), schema.ARCHIVED))
-    if found := known.scalars().all():
-        message = "what was granted for the request has ended"
-        raise AbortedError(message, reason="REQUEST_ENDED", metadata={"request_ids": ",".join(found)})
 
 
 def count(connection: Connection, changes: Mapping[str, int]) -> dict[str, int]:

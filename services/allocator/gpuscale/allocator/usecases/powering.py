@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import chain, takewhile
 from typing import NoReturn
 
-from gpuscale.allocator.domain.model import POWER_LABEL, Gpu, Node, NodeState
+from gpuscale.allocator.domain.model import POWER_LABEL, Node, NodeState
 from gpuscale.allocator.domain.power import Governor, PowerBudget, PoweredGpu, PowerLook
 from gpuscale.allocator.placing.placer import Placer
 from gpuscale.allocator.state.commits import Changes
@@ -149,42 +149,43 @@ class Powering:
 
     def _gpus(self, node: Node) -> Sequence[PoweredGpu]:
         heard, told = self._told.get(node.id, (-HEARD, {}))
-        fresh = self._now() - heard < HEARD
-        handed = self._handed.get(node.id, {})
-        return [
-            self._of(gpu, node.id, told.get(gpu.uuid), handed.get(gpu.uuid), fresh=fresh)
-            for gpu in node.gpus
-            if not gpu.parent
-        ]
-
-    def _of(
-        self, gpu: Gpu, node: str, told: api.GpuPower | None, handed: float | None, *, fresh: bool
-    ) -> PoweredGpu:
-        use = self.records.ledger.use
-        holders = [use.live(one) for one in use.on(gpu).reservations]
-        wishes = [one.labels.get(POWER_LABEL, "") for one in holders]
-        held, priority = bool(holders), max((one.priority for one in holders), default=0)
-        limit: float | None = wire.or_else(told, "limit_watts", None) if told else None
-        watts: float | None = wire.or_else(told, "watts", None) if told else None
-        if not (told and fresh and told.HasField("lowest_watts")) or limit is None or told.problem:
-            if not (told and fresh):
-                watts = gpu.power_watts if gpu.fresh_until >= self._now() else None
-            limits = (gpu.power_limit_watts, limit)  # a cap may be taken back there
-            high = max((one for one in limits if one is not None), default=None)
-            return PoweredGpu(gpu.uuid, node, high=high, watts=watts, held=held, priority=priority)
-        return PoweredGpu(
-            gpu.uuid,
-            node,
-            helped=True,
-            low=told.lowest_watts,
-            high=limit,
-            watts=watts,
-            cap=max(told.cap_watts, handed or 0.0) if told.HasField("cap_watts") else None,
-            held=held,
-            priority=priority,
-            wish=max(map(float, wishes)) if all(wishes) and wishes else None,
-            activity=wire.or_else(told, "sm_activity_percent", None),
-        )
+        now, handed = self._now(), self._handed.get(node.id, {})
+        fresh, use = now - heard < HEARD, self.records.ledger.use
+        found: list[PoweredGpu] = []
+        for gpu in (one for one in node.gpus if not one.parent):
+            said = told.get(gpu.uuid)
+            holders = [use.live(one) for one in use.on(gpu).reservations]
+            wishes = [one.labels.get(POWER_LABEL, "") for one in holders]
+            held, priority = bool(holders), max((one.priority for one in holders), default=0)
+            limit: float | None = wire.or_else(said, "limit_watts", None) if said else None
+            watts: float | None = wire.or_else(said, "watts", None) if said else None
+            if not (said and fresh and said.HasField("lowest_watts")) or limit is None or said.problem:
+                if not (said and fresh):
+                    watts = gpu.power_watts if gpu.fresh_until >= now else None
+                limits = (gpu.power_limit_watts, limit)  # a cap may be taken back there
+                high = max((one for one in limits if one is not None), default=None)
+                found.append(
+                    PoweredGpu(gpu.uuid, node.id, high=high, watts=watts, held=held, priority=priority)
+                )
+                continue
+            found.append(
+                PoweredGpu(
+                    gpu.uuid,
+                    node.id,
+                    helped=True,
+                    low=said.lowest_watts,
+                    high=limit,
+                    watts=watts,
+                    cap=max(said.cap_watts, handed.get(gpu.uuid, 0.0))
+                    if said.HasField("cap_watts")
+                    else None,
+                    held=held,
+                    priority=priority,
+                    wish=max(map(float, wishes)) if all(wishes) and wishes else None,
+                    activity=wire.or_else(said, "sm_activity_percent", None),
+                )
+            )
+        return found
 
 
 async def open_powering(
