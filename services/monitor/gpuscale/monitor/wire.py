@@ -24,7 +24,6 @@ from gpuscale.monitor.model.readings import (
     GpuProcess,
     GpuReading,
     GpuState,
-    GpuView,
     HostReading,
     ReadingStatus,
     RecoveryAction,
@@ -76,34 +75,32 @@ def to_snapshot(snapshot: Snapshot, now: float) -> types_api.Snapshot:
             ],
         ),
         host_reading=_filled(types_api.HostReading, snapshot.host_reading, snapshot.host_read_at, now),
-        gpus=[_gpu(snapshot.node, gpu, now) for gpu in snapshot.gpus],
+        gpus=[
+            types_api.Gpu(
+                name=gpu_name(snapshot.node, gpu.identity.uuid),
+                uuid=gpu.identity.uuid,
+                index=gpu.identity.index,
+                model=text(gpu.identity.model),
+                simulated=gpu.identity.simulated,
+                pci_bus_id=gpu.identity.pci_bus_id,
+                state=GPU_STATES[gpu.state],
+                reading=_filled(types_api.GpuReading, gpu.reading, gpu.read_at, now),
+                mig_profile=gpu.identity.mig_profile,
+                parent_uuid=gpu.identity.parent_uuid,
+                numa_node=gpu.identity.place.numa_node,
+                pci_path=gpu.identity.place.path,
+                nvlinks=[types_api.NvLinkPeer(uuid=uuid, link_count=n) for uuid, n in gpu.identity.nvlinks],
+                quarantine=text(gpu.quarantine.reason) if gpu.quarantine else "",
+                quarantine_time=to_timestamp(gpu.quarantine.since) if gpu.quarantine else None,
+                gpu_instance_id=gpu.identity.gpu_instance_id,
+                serial=text(gpu.identity.serial),
+                vbios_version=text(gpu.identity.vbios_version),
+                pods=map(text, gpu.pods),
+            )
+            for gpu in snapshot.gpus
+        ],
         gpu_problem=text(snapshot.gpu_problem),
         simulated=snapshot.simulated,
-    )
-
-
-def _gpu(node: str, gpu: GpuView, now: float) -> types_api.Gpu:
-    identity = gpu.identity
-    return types_api.Gpu(
-        name=gpu_name(node, identity.uuid),
-        uuid=identity.uuid,
-        index=identity.index,
-        model=text(identity.model),
-        simulated=identity.simulated,
-        pci_bus_id=identity.pci_bus_id,
-        state=GPU_STATES[gpu.state],
-        reading=_filled(types_api.GpuReading, gpu.reading, gpu.read_at, now),
-        mig_profile=identity.mig_profile,
-        parent_uuid=identity.parent_uuid,
-        numa_node=identity.place.numa_node,
-        pci_path=identity.place.path,
-        nvlinks=[types_api.NvLinkPeer(uuid=uuid, link_count=count) for uuid, count in identity.nvlinks],
-        quarantine=text(gpu.quarantine.reason) if gpu.quarantine else "",
-        quarantine_time=to_timestamp(gpu.quarantine.since) if gpu.quarantine else None,
-        gpu_instance_id=identity.gpu_instance_id,
-        serial=text(identity.serial),
-        vbios_version=text(identity.vbios_version),
-        pods=map(text, gpu.pods),
     )
 
 

@@ -74,6 +74,24 @@ class Collector:
         self._seq += 1
         now, last = self._clock.now(), self._host.last
         waiting = 0.0 if self._host.ordered_at is None else now - self._host.ordered_at
+        gpus, admissions, quarantines = self._gpus.views(), self._admitted(), self.quarantines or {}
+        pods = self._pods()
+        if quarantines or admissions.workers or pods:
+            shown: list[GpuView] = []
+            for view in gpus:
+                uuid, reading = view.identity.uuid, view.reading
+                if reading.processes and admissions.workers:
+                    marked = self._holders.mark(admissions, uuid, reading.processes)
+                    reading = reading._replace(processes=marked)
+                quarantine = quarantines.get(uuid.lower()) or quarantines.get(
+                    view.identity.parent_uuid.lower()
+                )
+                of_gpu = pods.get(uuid, ())
+                if len(of_gpu) == 1 and reading.processes:
+                    named = (one._replace(pod=of_gpu[0]) if one.pod else one for one in reading.processes)
+                    reading = reading._replace(processes=tuple(named))
+                shown.append(view._replace(reading=reading, quarantine=quarantine, pods=of_gpu))
+            gpus = tuple(shown)
         return Snapshot(
             node=self.node,
             epoch=self.epoch,
@@ -88,7 +106,7 @@ class Collector:
             host_read_at=last.read_at if last else None,
             driver_version=self._gpus.driver_version,
             cuda_version=self._gpus.cuda_version,
-            gpus=self._views(),
+            gpus=gpus,
             gpu_problem=self._gpus.problem(),
             simulated=self._gpus.simulated,
             labels=self._labels,
@@ -98,25 +116,6 @@ class Collector:
         """Release the driver and end the idle threads."""
         self._host_worker.stop()
         await self._gpus.close()
-
-    def _views(self) -> tuple[GpuView, ...]:
-        """The GPUs with reservations, quarantines and pods added."""
-        views, admissions, quarantines = self._gpus.views(), self._admitted(), self.quarantines or {}
-        pods = self._pods()
-        if not quarantines and not admissions.workers and not pods:
-            return views
-        shown: list[GpuView] = []
-        for view in views:
-            uuid, reading = view.identity.uuid, view.reading
-            if reading.processes and admissions.workers:
-                reading = reading._replace(processes=self._holders.mark(admissions, uuid, reading.processes))
-            quarantine = quarantines.get(uuid.lower()) or quarantines.get(view.identity.parent_uuid.lower())
-            of_gpu = pods.get(uuid, ())
-            if len(of_gpu) == 1 and reading.processes:
-                named = (one._replace(pod=of_gpu[0]) if one.pod else one for one in reading.processes)
-                reading = reading._replace(processes=tuple(named))
-            shown.append(view._replace(reading=reading, quarantine=quarantine, pods=of_gpu))
-        return tuple(shown)
 
 
 # The minimum time between readings on demand: polling a driver without a pause slows work on its GPUs.

@@ -144,7 +144,17 @@ class Deltas:
             sample_time=to_timestamp(snapshot.sample_time),
             age=to_duration(now - snapshot.taken_at),
         )
-        host = self._host(delta, sent.host, snapshot, now)
+        host, reading, age = sent.host, snapshot.host_reading, _age(snapshot.host_read_at, now)
+        differ = moves(host.reading, reading, self._host_bands)
+        aged = not is_near(host.age, age, AGE_BAND)
+        if differ or aged:
+            delta.host.reading.SetInParent()
+            for place in differ:
+                name = HostReading._fields[place]
+                delta.host.cleared_fields.extend(put(delta.host.reading, name, reading[place]))
+            if aged:
+                delta.host.cleared_fields.extend(put(delta.host.reading, "age", age))
+            host = _SentHost(reading if differ else host.reading, age if aged else host.age)
         changes: list[_Change] = []
         gpus = [
             self._gpu(changes, place, before, view, now)
@@ -154,22 +164,6 @@ class Deltas:
             _tell(delta, changes, len(gpus))
         self._sent = _Sent(snapshot.seq, frame, host, gpus)
         return delta
-
-    def _host(
-        self, delta: monitor_internal.SnapshotDelta, sent: _SentHost, snapshot: Snapshot, now: float
-    ) -> _SentHost:
-        reading, age = snapshot.host_reading, _age(snapshot.host_read_at, now)
-        differ = moves(sent.reading, reading, self._host_bands)
-        aged = not is_near(sent.age, age, AGE_BAND)
-        if not differ and not aged:
-            return sent
-        delta.host.reading.SetInParent()
-        for place in differ:
-            name = HostReading._fields[place]
-            delta.host.cleared_fields.extend(put(delta.host.reading, name, reading[place]))
-        if aged:
-            delta.host.cleared_fields.extend(put(delta.host.reading, "age", age))
-        return _SentHost(reading if differ else sent.reading, age if aged else sent.age)
 
     def _gpu(self, changes: list[_Change], place: int, sent: _SentGpu, view: GpuView, now: float) -> _SentGpu:
         reading, age = view.reading, _age(view.read_at, now)

@@ -137,7 +137,18 @@ class Gpus:
 
     def views(self) -> tuple[readings.GpuView, ...]:
         """Every GPU found so far, in the driver's order; MIG instances follow their GPU, unidentified GPUs come last."""
-        views = [self._view(device) for device in self._devices.values()]
+        views: list[readings.GpuView] = []
+        for device in self._devices.values():
+            lost, opening_since = None, self._opening_since
+            silent_since = self._silent_since if device.read_at < self._interrupted_at else None
+            if silent_since is not None and device.present:
+                opening_since = silent_since
+            elif device.error is not None:
+                lost = str(device.error)
+            elif self._inventory is None or not device.present:
+                lost = self._problem or "the driver no longer lists it"
+            released = self._window is not None
+            views.append(device.view(opening_since=opening_since, lost=lost, released=released))
         views.sort(
             key=lambda view: (view.identity.index, view.identity.parent_uuid != "", view.identity.uuid)
         )
@@ -361,17 +372,6 @@ class Gpus:
                 _log.warning("GPUs cannot be read", problem=problem)
             else:
                 _log.info("GPUs can be read", count=len(self._devices), driver=self.driver_version)
-
-    def _view(self, device: Device) -> readings.GpuView:
-        silent_since = self._silent_since if device.read_at < self._interrupted_at else None
-        if silent_since is not None and device.present:
-            return device.view(opening_since=silent_since, lost=None, released=self._window is not None)
-        lost = None
-        if device.error is not None:
-            lost = str(device.error)
-        elif self._inventory is None or not device.present:
-            lost = self._problem or "the driver no longer lists it"
-        return device.view(opening_since=self._opening_since, lost=lost, released=self._window is not None)
 
 
 def _in(seconds: float) -> float:
