@@ -27,7 +27,7 @@ _BELOW = frozenset({Comparator.LESS_THAN, Comparator.LESS_THAN_OR_EQUAL})
 
 def violations(spec: EndpointSpec, path: str = SPEC) -> list[FieldViolation]:
     """Invalid fields, by paths that begin with `path`; empty for a valid spec."""
-    checks = [_replicas, _signals, _rules, _contradictions]
+    checks = [_replicas, _signals, _rules]
     checks += [_sets] if spec.capability_sets else []
     checks += [_adaptive] if spec.adaptive is not None else []
     return [found for check in checks for found in check(path, spec)]
@@ -94,6 +94,16 @@ def _rules(path: str, spec: EndpointSpec) -> Iterator[FieldViolation]:
         for field, problem in rule.kind.problems(signals):
             yield FieldViolation(f"{where}.{rule.kind.field()}.{field}", problem)
         yield from _crossed(where, rule.min_replicas, rule.max_replicas)
+    # Pairs that read one signal, step in opposite directions and can be true at once (up at > 5, down at < 8).
+    steps = [
+        (index, rule.signal, rule.kind)
+        for index, rule in enumerate(spec.rules)
+        if isinstance(rule.kind, StepRule) and not rule.disabled
+    ]
+    for (first, one, kind), (second, other, opposite) in combinations(steps, 2):
+        if one == other and kind.step * opposite.step < 0 and _meet(kind, opposite):
+            text = f"can be true together with rules[{first}], which steps the other way"
+            yield FieldViolation(f"{path}.rules[{second}].step.threshold", text)
 
 
 def _sets(path: str, spec: EndpointSpec) -> Iterator[FieldViolation]:
@@ -139,19 +149,6 @@ def _adaptive(path: str, spec: EndpointSpec) -> Iterator[FieldViolation]:
         _ = spec.adaptive and spec.adaptive.chosen_by
     except ValueError as error:
         yield FieldViolation(f"{path}.adaptive.goal", f"cannot be read: {error}")
-
-
-def _contradictions(path: str, spec: EndpointSpec) -> Iterator[FieldViolation]:
-    """Pairs that read one signal, step in opposite directions and can be true at once (up at > 5, down at < 8)."""
-    steps = [
-        (index, rule.signal, rule.kind)
-        for index, rule in enumerate(spec.rules)
-        if isinstance(rule.kind, StepRule) and not rule.disabled
-    ]
-    for (first, one, kind), (second, other, opposite) in combinations(steps, 2):
-        if one == other and kind.step * opposite.step < 0 and _meet(kind, opposite):
-            text = f"can be true together with rules[{first}], which steps the other way"
-            yield FieldViolation(f"{path}.rules[{second}].step.threshold", text)
 
 
 def _meet(one: StepRule, other: StepRule) -> bool:

@@ -145,7 +145,16 @@ class Precedence:
         claim.settle(alike, {one.id for one in rows}, now)
         coming = [one for one in rows if one.goal is Goal.STOP or one.ended or one.id in named]
         staying = [one for one in rows if one not in coming]
-        holders, spare = self._holders(endpoint.spec.priority or 0, others, staying)
+        holders = dict[str, Holder]()  # who may give way, by reservation
+        spare = dict[str, int]()  # how many of each endpoint
+        for one in others:
+            own = secure([row for row in staying if row.endpoint == one.id])
+            priority, least = one.spec.priority or 0, one.spec.min_replicas
+            if own and one.spec.gives_way and priority < (endpoint.spec.priority or 0):
+                spare[one.id] = len(own) - least
+                for rank, row in enumerate(victims(own, one.spec, self._busy(one))):
+                    if row.lease is not None and self._hub.live(row.adapter):
+                        holders[row.lease.reservation] = Holder(one.id, row.id, priority, rank, least)
         nodes = nodes_of(template, self._hub.facts())
         if not holders or not nodes:
             return
@@ -173,9 +182,9 @@ class Precedence:
         )
         unpaid = (one for one in alike if one not in claim.paid)
         for whom, reservations in zip(list(unpaid), chosen, strict=False):
-            victims = [holders[one] for one in reservations]
-            claim.paid[whom] = frozenset(one.replica for one in victims), now + SETTLES
-            for one in victims:
+            leaving = [holders[one] for one in reservations]
+            claim.paid[whom] = frozenset(one.replica for one in leaving), now + SETTLES
+            for one in leaving:
                 spare[one.endpoint] -= 1
                 given = self.given.get(one.endpoint)
                 if given is None or given.until <= now:
@@ -188,19 +197,3 @@ class Precedence:
         for id_ in sorted({holders[one].endpoint for one in frozenset[str]().union(*chosen)}):
             _log.info("an endpoint gives way", endpoint=id_, to=endpoint.id)
             self._wakes.call(id_, evaluate=True, changed=False)
-
-    def _holders(
-        self, priority: int, others: Sequence[Endpoint], rows: Sequence[Replica]
-    ) -> tuple[dict[str, Holder], dict[str, int]]:
-        """Who may give way to a priority, by reservation, and how many of each endpoint."""
-        holders, spare = dict[str, Holder](), dict[str, int]()
-        for one in others:
-            own = secure([row for row in rows if row.endpoint == one.id])
-            if not own or not one.spec.gives_way or (lower := one.spec.priority or 0) >= priority:
-                continue
-            spare[one.id] = len(own) - one.spec.min_replicas
-            for rank, row in enumerate(victims(own, one.spec, self._busy(one))):
-                if row.lease is not None and self._hub.live(row.adapter):
-                    least = one.spec.min_replicas
-                    holders[row.lease.reservation] = Holder(one.id, row.id, lower, rank, least)
-        return holders, spare
