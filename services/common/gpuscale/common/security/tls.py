@@ -48,7 +48,25 @@ def server_credentials(tls: ServerTls) -> grpc.ServerCredentials:
     Raises:
         FailedPreconditionError: a file cannot be read, or certificate and key do not match (reason TLS_FILES).
     """
-    files = _follow("TLS files", tls.files(), partial(_configuration, tls))
+
+    def load() -> grpc.ServerCertificateConfiguration:
+        """Check the files and load them; warns of a certificate that is or soon will be invalid."""
+        _context(tls)
+        from cryptography import x509  # 16 MB
+
+        with suppress(ValueError):  # OpenSSL reads more than cryptography
+            own = x509.load_pem_x509_certificate(tls.cert_file.read_bytes())
+            file, now, end = str(tls.cert_file), datetime.now(UTC), own.not_valid_after_utc
+            if not own.not_valid_before_utc <= now < end:
+                _log.warning("the certificate has expired or is not valid yet: clients reject it", file=file)
+            elif (left := end - now) < SOON:
+                days, ends = left.days, end.isoformat()
+                _log.warning("the certificate ends soon", file=file, days_left=days, ends=ends)
+        client_ca = None if tls.client_ca_file is None else tls.client_ca_file.read_bytes()
+        pair = (tls.key_file.read_bytes(), tls.cert_file.read_bytes())
+        return grpc.ssl_server_certificate_configuration([pair], root_certificates=client_ca)
+
+    files = _follow("TLS files", tls.files(), load)
     newer: Any = files.newer  # may return None, which gRPC's stub omits
     return grpc.dynamic_ssl_server_credentials(
         files.current, newer, require_client_authentication=tls.client_ca_file is not None
@@ -97,20 +115,3 @@ def _context(tls: ServerTls) -> ssl.SSLContext:
         context.load_verify_locations(tls.client_ca_file)
         context.verify_mode = ssl.CERT_REQUIRED
     return context
-
-
-def _configuration(tls: ServerTls) -> grpc.ServerCertificateConfiguration:
-    """Check the files and load them for gRPC; warns of a certificate that is or soon will be invalid."""
-    _context(tls)
-    from cryptography import x509  # 16 MB
-
-    with suppress(ValueError):  # OpenSSL reads more than cryptography
-        own = x509.load_pem_x509_certificate(tls.cert_file.read_bytes())
-        file, now, end = str(tls.cert_file), datetime.now(UTC), own.not_valid_after_utc
-        if not own.not_valid_before_utc <= now < end:
-            _log.warning("the certificate has expired or is not valid yet: clients reject it", file=file)
-        elif (left := end - now) < SOON:
-            _log.warning("the certificate ends soon", file=file, days_left=left.days, ends=end.isoformat())
-    client_ca = None if tls.client_ca_file is None else tls.client_ca_file.read_bytes()
-    pair = (tls.key_file.read_bytes(), tls.cert_file.read_bytes())
-    return grpc.ssl_server_certificate_configuration([pair], root_certificates=client_ca)
