@@ -24,6 +24,8 @@ POLICIES = {one: api.PlacementPolicy.Value(f"PLACEMENT_POLICY_{one.name}") for o
 _NANOS = 1_000_000_000
 REMEMBERED = 4096
 """Reservations whose messages are cached; the oldest are dropped first."""
+_Known: TypeAlias = tuple[tuple[ReservedGpu, ...], tuple[float, int], api.Reservation]
+_known: OrderedDict[str, _Known] = OrderedDict()
 
 
 def from_renewal(renewal: Renewal, now: float, wall: datetime) -> api.LeaseStatus:
@@ -70,7 +72,28 @@ def from_reservation(
 
 def put_reservation(message: api.Reservation, reservation: Reservation, now: float, wall: datetime) -> None:
     """Fill the message of a reservation in place; a separate message would be copied into the answer."""
-    message.CopyFrom(_lasting(reservation))
+    known = _known.get(reservation.id)
+    lasting = reservation.ttl, reservation.fence  # what rarely changes: these, and GPUs where one is lost
+    if known is None or known[0] is not reservation.gpus or known[1] != lasting:
+        made = api.Reservation()  # field by field, in half of the time
+        made.name, made.fence = names.reservation_name(reservation.id), reservation.fence
+        made.request_id, made.policy = reservation.request_id, POLICIES[reservation.policy]
+        made.holder, made.owner, made.tenant = reservation.holder, reservation.owner, reservation.tenant
+        made.preemptible, made.member_count = reservation.preemptible, reservation.member_count
+        made.priority, made.cpu_milli = reservation.priority, reservation.cpu_milli
+        made.host_memory_bytes = reservation.host_memory_bytes
+        if reservation.labels:
+            made.labels.update(reservation.labels)
+        _put_seconds(made.ttl, reservation.ttl)
+        wire.put_timestamp(made.create_time, reservation.created)
+        if reservation.wanted and reservation.wanted.granted:
+            wire.put_timestamp(made.grant_time, reservation.wanted.granted)
+        for gpu in reservation.gpus:
+            put_gpu(made.gpus.add(), gpu)
+        known = _known[reservation.id] = reservation.gpus, lasting, made
+        if len(_known) > REMEMBERED:
+            _known.popitem(last=False)
+    message.CopyFrom(known[2])
     waits = reservation.waiting and reservation.live
     message.state = api.Reservation.STATE_WAITING if waits else _STATES[reservation.state]
     if reservation.end_reason:
@@ -146,57 +169,16 @@ def _put_seconds(duration: Duration, seconds: float) -> None:
     duration.seconds, duration.nanos = divmod(round(seconds * _NANOS), _NANOS)
 
 
-_Known: TypeAlias = tuple[tuple[ReservedGpu, ...], float, int, api.Reservation]
-_known: OrderedDict[str, _Known] = OrderedDict()
-
-
-def _lasting(reservation: Reservation) -> api.Reservation:
-    """The message fields that rarely change: when a GPU is lost, or the ttl changes. The latest are cached."""
-    known = _known.get(reservation.id)
-    if (
-        known is not None
-        and known[0] is reservation.gpus
-        and known[1:3] == (reservation.ttl, reservation.fence)
-    ):
-        return known[3]
-    message = api.Reservation()  # field by field, in half of the time
-    message.name, message.fence = names.reservation_name(reservation.id), reservation.fence
-    message.request_id, message.policy = reservation.request_id, POLICIES[reservation.policy]
-    message.holder, message.owner, message.tenant = reservation.holder, reservation.owner, reservation.tenant
-    message.preemptible, message.member_count = reservation.preemptible, reservation.member_count
-    message.priority, message.cpu_milli = reservation.priority, reservation.cpu_milli
-    message.host_memory_bytes = reservation.host_memory_bytes
-    if reservation.labels:
-        message.labels.update(reservation.labels)
-    _put_seconds(message.ttl, reservation.ttl)
-    wire.put_timestamp(message.create_time, reservation.created)
-    if reservation.wanted and reservation.wanted.granted:
-        wire.put_timestamp(message.grant_time, reservation.wanted.granted)
-    for gpu in reservation.gpus:
-        _put_gpu(message.gpus.add(), gpu)
-    _known[reservation.id] = reservation.gpus, reservation.ttl, reservation.fence, message
-    if len(_known) > REMEMBERED:
-        _known.popitem(last=False)
-    return message
-
-
 def _at(moment: float, now: float, wall: datetime) -> Timestamp:
     """A moment of CLOCK_BOOTTIME, converted to the wall clock."""
     return wire.to_timestamp(wall + timedelta(seconds=moment - now))
-
-
-def from_gpu(gpu: ReservedGpu) -> api.ReservedGpu:
-    """The message of a chosen GPU."""
-    message = api.ReservedGpu()
-    _put_gpu(message, gpu)
-    return message
 
 
 _NODE = "node"
 """Deprecated, for clients from before `node_name`."""
 
 
-def _put_gpu(message: api.ReservedGpu, gpu: ReservedGpu) -> None:
+def put_gpu(message: api.ReservedGpu, gpu: ReservedGpu) -> api.ReservedGpu:
     """Fill the message of a GPU field by field, in a third of the time of making one and copying it."""
     message.name, message.node_name = names.gpu_name(gpu.node, gpu.uuid), names.node_name(gpu.node)
     setattr(message, _NODE, gpu.node)
@@ -206,6 +188,7 @@ def _put_gpu(message: api.ReservedGpu, gpu: ReservedGpu) -> None:
     message.milli, message.member, message.lost = gpu.milli, gpu.member, gpu.lost
     if gpu.memory_bytes is not None:
         message.memory_bytes = gpu.memory_bytes
+    return message
 
 
 def put_score(message: api.GpuScore, score: Score) -> api.GpuScore:

@@ -16,8 +16,8 @@ from gpuscale.allocator.domain.model import WHOLE
 from gpuscale.allocator.domain.ranking import IDLE_MEMORY_PERCENT, IDLE_UTILIZATION_PERCENT, Idleness
 from gpuscale.allocator.placing.constraints import Obstacle
 from gpuscale.allocator.placing.rebalance import NoMoves
-from gpuscale.allocator.servicers.answers import from_gpu, from_reservation, put_score, reason_to_wire
-from gpuscale.allocator.servicers.servicer import check_tenant, to_ask
+from gpuscale.allocator.servicers.answers import from_reservation, put_gpu, put_score, reason_to_wire
+from gpuscale.allocator.servicers.servicer import to_ask
 from gpuscale.allocator.settings import AllocatorSettings
 from gpuscale.allocator.usecases.booking import Calendar
 from gpuscale.allocator.usecases.capacity import DEFAULT_TIMEOUT, Capacity
@@ -31,7 +31,7 @@ from gpuscale.common.filters import listed
 from gpuscale.common.rpc.feed import LookedAtFeed
 from gpuscale.common.rpc.validation import validate
 from gpuscale.common.runtime.tasks import Clock
-from gpuscale.common.security.auth import Context, Principal, Role, current_principal
+from gpuscale.common.security.auth import Context, Principal, current_principal, require_tenant
 
 _OBSTACLES: Mapping[Obstacle | None, api.Obstacle.ValueType] = {
     None: api.Obstacle.Value("OBSTACLE_UNSPECIFIED"),
@@ -61,13 +61,13 @@ def _from_proposal(one: RoomProposal) -> api.RebalancePlan:
     if isinstance(one.found, NoMoves):
         return message
     message.available, message.cost_gpu_seconds = True, one.found.price
-    message.gpus.extend(from_gpu(gpu) for gpu in one.found.pick.gpus)
+    message.gpus.extend(put_gpu(api.ReservedGpu(), gpu) for gpu in one.found.pick.gpus)
     for move in one.found.moves:
         message.moves.add(
             reservation=names.reservation_name(move.reservation.id),
             holder=move.reservation.holder,
             from_node=names.node_name(move.reservation.gpus[0].node),
-            gpus=[from_gpu(gpu) for gpu in move.gpus],
+            gpus=[put_gpu(api.ReservedGpu(), gpu) for gpu in move.gpus],
             cost_gpu_seconds=move.price,
             message=how(move.reservation),
         )
@@ -90,7 +90,7 @@ class CapacityServicer(api.CapacityServiceServicer):
             available=found.available,
             message=found.message,
             reason=reason_to_wire(found.reason),
-            gpus=[from_gpu(gpu) for gpu in found.gpus],
+            gpus=[put_gpu(api.ReservedGpu(), gpu) for gpu in found.gpus],
         )
 
     async def WaitForAvailability(
@@ -119,7 +119,7 @@ class CapacityServicer(api.CapacityServiceServicer):
             available=answer.available,
             message=answer.message,
             reason=reason_to_wire(answer.reason),
-            gpus=[from_gpu(gpu) for gpu in answer.gpus],
+            gpus=[put_gpu(api.ReservedGpu(), gpu) for gpu in answer.gpus],
             constraints=[
                 api.ConstraintEffect(
                     constraint=_OBSTACLES[one.obstacle],
@@ -487,8 +487,7 @@ def to_booking(request: api.CreateBookingRequest, caller: Principal, defaults: A
             message = f"a booking reserves whole GPUs, and nothing else of their nodes: leave out {one.name}"
             raise InvalidArgumentError(message, field=f"booking.ask.{one.name}")
     tenant = asked.tenant or caller.tenants[0]
-    if caller.role < Role.ADMIN:
-        check_tenant(caller, tenant, "booking.tenant")
+    require_tenant(caller, tenant, "booking.tenant")
     request_id, request.request_id = request.request_id, ""
     fingerprint = f"{wire.fingerprint(request)} {caller.name}"
     request.request_id = request_id

@@ -408,7 +408,7 @@ def to_order(
         return model.Order(request_id.lower(), *known[2])
     tenant, owner = request.tenant or caller.tenants[0], request.owner or caller.name
     if caller.role < auth.Role.ADMIN:
-        check_tenant(caller, tenant, f"{path}tenant")
+        auth.require_tenant(caller, tenant, f"{path}tenant")
         auth.require_priority(caller, request.priority, f"{path}priority")
         if owner != caller.name and auth.ANY_TENANT not in caller.limits.tenants:
             field = f"{path}owner"
@@ -453,17 +453,6 @@ def to_order(
     if len(_orders) > _ORDERS_KEPT:
         _orders.popitem(last=False)
     return order
-
-
-def check_tenant(caller: auth.Principal, tenant: str, field: str) -> None:
-    """PermissionDeniedError (OTHER_TENANT), with the field, unless the caller may use the tenant's quota."""
-    if not caller.may_use(tenant):
-        may = ", ".join(caller.tenants)
-        raise PermissionDeniedError(
-            f"{field}: {caller.name} cannot use the quota of {tenant}, only of: {may}. {auth.to_allow(caller, f'--tenant {tenant}')}",
-            reason="OTHER_TENANT",
-            metadata={"field": field, "tenant": tenant},
-        )
 
 
 def to_lease(

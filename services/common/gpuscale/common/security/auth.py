@@ -520,6 +520,17 @@ def require_priority(principal: Principal, priority: int, field: str) -> None:
         )
 
 
+def require_tenant(principal: Principal, tenant: str, field: str) -> None:
+    """Raise PermissionDeniedError (OTHER_TENANT) unless the caller may use the tenant's quota."""
+    if not principal.may_use(tenant):
+        may = ", ".join(principal.tenants)
+        raise errors.PermissionDeniedError(
+            f"{field}: {principal.name} cannot use the quota of {tenant}, only of: {may}. {to_allow(principal, f'--tenant {tenant}')}",
+            reason="OTHER_TENANT",
+            metadata={"field": field, "tenant": tenant},
+        )
+
+
 def _values(metadata: Metadata, name: str) -> list[str | bytes]:
     return [value for key, value in metadata if key == name]
 
