@@ -14,12 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import grpc
 
-from gpuscale.common.errors import (
-    FailedPreconditionError,
-    GpuscaleError,
-    UnauthenticatedError,
-    UnavailableError,
-)
+from gpuscale.common import errors
 from gpuscale.common.secrets import write_private
 
 if TYPE_CHECKING:
@@ -37,7 +32,7 @@ def find_provider(issuer: object, client_id: object) -> "Provider":
         from gpuscale.common.security.signed_tokens import Provider
     except ImportError as error:
         message = f"a login at an OIDC provider needs a library ({error}): pip install 'gpuscale[oidc]'"
-        raise FailedPreconditionError(message, reason="OIDC_NOT_INSTALLED") from error
+        raise errors.FailedPreconditionError(message, reason="OIDC_NOT_INSTALLED") from error
     return Provider(str(issuer), str(client_id))
 
 
@@ -49,13 +44,13 @@ class KeptLogin(grpc.AuthMetadataPlugin):
         self._lock = threading.Lock()
         self._token, self._ends = "", 0.0
         self._next_try = 0.0
-        self.problem: GpuscaleError | None = None
+        self.problem: errors.GpuscaleError | None = None
 
     def __call__(self, context: object, callback: grpc.AuthMetadataPluginCallback) -> None:  # noqa: ARG002
         """Add the token to a call."""
         try:
             token = self.token()
-        except GpuscaleError as error:
+        except errors.GpuscaleError as error:
             callback((), error)
         else:
             callback((("authorization", f"Bearer {token}"),), None)
@@ -77,19 +72,19 @@ class KeptLogin(grpc.AuthMetadataPlugin):
                     self.problem = None
             except (OSError, ValueError) as error:
                 message = f"the files of the login cannot be used ({type(error).__name__}): log in again"
-                self._failed(UnauthenticatedError(message, reason="LOGIN_OVER"))
-            except GpuscaleError as error:
+                self._failed(errors.UnauthenticatedError(message, reason="LOGIN_OVER"))
+            except errors.GpuscaleError as error:
                 self._failed(error)
             if self.problem is not None and self._ends <= time.time():
                 raise self.problem
             return self._token
 
     @staticmethod
-    def lacked(error: UnavailableError) -> bool:
+    def lacked(error: errors.UnavailableError) -> bool:
         """Whether a call failed for lack of a token; `problem` says why."""
         return error.message.startswith("Getting metadata from plugin failed")
 
-    def _failed(self, error: GpuscaleError) -> None:
+    def _failed(self, error: errors.GpuscaleError) -> None:
         self.problem = error
         self._next_try = time.monotonic() + PAUSE
 
@@ -107,7 +102,7 @@ class KeptLogin(grpc.AuthMetadataPlugin):
             fcntl.flock(lock, fcntl.LOCK_EX)
             if is_fresh():
                 return  # another program refreshed it
-            over = UnauthenticatedError(
+            over = errors.UnauthenticatedError(
                 "the login is over: gpuscalectl login ADDRESS --oidc", reason="LOGIN_OVER"
             )
             kept: dict[str, Any] = json.load(lock)

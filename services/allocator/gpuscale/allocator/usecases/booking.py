@@ -33,14 +33,7 @@ from gpuscale.allocator.state.operators import BookingStore
 from gpuscale.allocator.usecases.fleet import FleetView
 from gpuscale.allocator.usecases.leases import Leases
 from gpuscale.allocator.usecases.reserving import refusal_error
-from gpuscale.common.errors import (
-    FailedPreconditionError,
-    GpuscaleError,
-    InvalidArgumentError,
-    PermissionDeniedError,
-    ResourceExhaustedError,
-    UnavailableError,
-)
+from gpuscale.common import errors
 from gpuscale.common.runtime.logs import Attempts, get_logger
 from gpuscale.common.runtime.tasks import Clock, uninterrupted
 from gpuscale.common.security.auth import Principal, Role
@@ -83,10 +76,10 @@ class Calendar:
             if not wall - SKEW <= wish.start < LATEST:
                 why = "in the past" if wish.start < LATEST else "after the year 9998"
                 message = f"start_time ({local(wish.start)}) is {why}"
-                raise InvalidArgumentError(message, field="booking.start_time")
+                raise errors.InvalidArgumentError(message, field="booking.start_time")
             if len(self.bookings.open) >= MOST_OPEN:
                 message = f"{MOST_OPEN} bookings are open, which is the maximum; cancel some"
-                raise ResourceExhaustedError(message, reason="TOO_MANY_BOOKINGS")
+                raise errors.ResourceExhaustedError(message, reason="TOO_MANY_BOOKINGS")
             self._expect_quota(wish, wall)
             made = replace(wish, spots=self._spots(wish, wall), created=wall)
             await self._put(made)
@@ -105,7 +98,7 @@ class Calendar:
                 return found
             if not found.open or found.end <= self.clock.wall().timestamp():
                 message = f"{found.name} is over and cannot be changed"
-                raise FailedPreconditionError(message, reason="BOOKING_OVER")
+                raise errors.FailedPreconditionError(message, reason="BOOKING_OVER")
             return await self._end(found, BookingState.CANCELLED)
 
     def expect_own(self, order: Order) -> None:
@@ -123,7 +116,7 @@ class Calendar:
 
     async def run(self) -> NoReturn:
         """Check all bookings, for ever, while there are any."""
-        writing = Attempts(_log, "cannot write changes of bookings", UnavailableError)
+        writing = Attempts(_log, "cannot write changes of bookings", errors.UnavailableError)
         while True:
             if not self.bookings.open:
                 self._any.clear()
@@ -179,7 +172,7 @@ class Calendar:
             return one if "cannot be used" not in one.note else await self._put(replace(one, note=""))
         try:
             spots = self._spots(replace(one, start=max(one.start, wall)), wall)
-        except GpuscaleError:
+        except errors.GpuscaleError:
             note = f"its GPUs cannot be used: {same.message}"
             return one if one.note == note else await self._put(replace(one, note=note))
         was = ", ".join(sorted(one.nodes))
@@ -204,7 +197,7 @@ class Calendar:
         self.bookings.put(after)
         try:
             await self.store.save(after)
-        except GpuscaleError:
+        except errors.GpuscaleError:
             if before is None:
                 self.bookings.remove(after.id)
             else:
@@ -230,7 +223,7 @@ class Calendar:
             month = self.world.month(wish.tenant, max(wall, month_of(int(at) * 1000 // DAY)[0] * DAY / 1000))
             asked = asked_milli(wish.ask) / WHOLE * (min(wish.end, month.ends) - at) / 3600
             if month.used + month.booked + asked > hours:
-                raise ResourceExhaustedError(
+                raise errors.ResourceExhaustedError(
                     f"tenant {wish.tenant} has {hours:g} GPU-hours for each month, of which it has used {hours_text(month.used)} and booked"
                     f" {hours_text(month.booked)} in the one that ends {local(month.ends)}; this asks for {hours_text(asked)} of it",
                     reason="QUOTA_EXCEEDED",
@@ -238,7 +231,7 @@ class Calendar:
             at = month.ends
         booked, asked = self.bookings.peak(wish.tenant, wish.start, wish.end), asked_milli(wish.ask)
         if limit is not None and booked + asked > limit:
-            raise ResourceExhaustedError(
+            raise errors.ResourceExhaustedError(
                 f"tenant {wish.tenant} may hold {counted(limit / 1000, 'GPU')} and has booked {booked / 1000:g} at that time; this asks"
                 f" for {asked / 1000:g}",
                 reason="QUOTA_EXCEEDED",
@@ -266,9 +259,9 @@ class Calendar:
                 if not one.gpus.isdisjoint(gpu.uuid.lower() for gpu in free.gpus)
             )
             message = f"too few GPUs are free at that time: others are booked, by {names}"
-            raise ResourceExhaustedError(message, reason="NO_CAPACITY")
+            raise errors.ResourceExhaustedError(message, reason="NO_CAPACITY")
         if isinstance(self.world.place_after(ask, now, left), Pick):
-            raise ResourceExhaustedError(
+            raise errors.ResourceExhaustedError(
                 f"too few GPUs are free at that time: others are held under leases that may last longer. Book a start of {local(wall + self.bookings.horizon)}"
                 " or later, so that holders get notice in time",
                 reason="NO_CAPACITY",
@@ -281,8 +274,8 @@ def _plain(ask: Ask) -> Ask:
     return replace(ask, max_utilization_percent=100.0, allow_unknown_utilization=True)
 
 
-def _not_owner(one: Booking, what: str) -> PermissionDeniedError:
-    return PermissionDeniedError(
+def _not_owner(one: Booking, what: str) -> errors.PermissionDeniedError:
+    return errors.PermissionDeniedError(
         f"{one.name} belongs to {one.owner}, and only its owner may {what}: ask {one.owner} or an admin",
         reason="NOT_OWNER",
         metadata={"booking": one.id, "owner": one.owner},

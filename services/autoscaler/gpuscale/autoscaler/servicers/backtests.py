@@ -29,16 +29,7 @@ from gpuscale.autoscaler.state import backtest_store
 from gpuscale.autoscaler.state.backtest_store import StoredBacktest
 from gpuscale.autoscaler.state.store import Connection
 from gpuscale.client.traces import MOST_REQUESTS, Request
-from gpuscale.common.errors import (
-    AlreadyExistsError,
-    DeadlineExceededError,
-    GpuscaleError,
-    InternalError,
-    InvalidArgumentError,
-    NotFoundError,
-    ResourceExhaustedError,
-    request_id_reused,
-)
+from gpuscale.common import errors
 from gpuscale.common.filters import compile_filter, listed
 from gpuscale.common.names import BACKTEST, ENDPOINT, parse
 from gpuscale.common.rpc.feed import FeedView, ResourceFeed
@@ -83,24 +74,28 @@ class AskedBacktest:
             if asked is None:
                 for name, given in (("spec", message.HasField("spec")), ("request_id", message.request_id)):
                     if not given:
-                        raise InvalidArgumentError(f"{name} must be set in the first message", field=name)
+                        raise errors.InvalidArgumentError(
+                            f"{name} must be set in the first message", field=name
+                        )
                 asked = cls(message.spec, message.request_id, message.backtest_id)
                 asked.count = sum(len(one.workload.arrivals) for one in message.spec.policies)
             asked.add(message)
         if asked is None:
-            raise InvalidArgumentError("spec must be set", field="spec")
+            raise errors.InvalidArgumentError("spec must be set", field="spec")
         return asked
 
     def add(self, message: api.CreateBacktestRequest) -> None:
         """Add a message's part of a workload."""
         self.count += len(message.workload.arrivals)
         if self.count > MOST_REQUESTS:
-            raise InvalidArgumentError(f"more than {MOST_REQUESTS} requests", field="workload.arrivals")
+            raise errors.InvalidArgumentError(
+                f"more than {MOST_REQUESTS} requests", field="workload.arrivals"
+            )
         of = self.workload
         if message.policy:
             own = [one for one in self.spec.policies if one.name == message.policy]
             if not own:
-                raise InvalidArgumentError("policy is not in the spec", field="policy")
+                raise errors.InvalidArgumentError("policy is not in the spec", field="policy")
             of = own[0].workload
         of.MergeFrom(message.workload)
 
@@ -114,12 +109,12 @@ class AskedBacktest:
         """The run; InvalidArgumentError if it contradicts itself."""
         try:
             return job_from_wire(self.spec, requests_from_wire(self.workload))
-        except InvalidArgumentError as error:  # fields as in this request
+        except errors.InvalidArgumentError as error:  # fields as in this request
             rooms = {"arrivals": "workload.", "service_seconds": "workload."}
             found = [
                 one._replace(field=rooms.get(one.field, "spec.") + one.field) for one in error.violations
             ]
-            raise InvalidArgumentError.of(found) from error
+            raise errors.InvalidArgumentError.of(found) from error
 
     def message(self) -> api.Backtest:
         """The requested backtest, without its large parts; InvalidArgumentError if it contradicts itself."""
@@ -178,7 +173,7 @@ class Backtests:
                 async with self.turn:
                     try:
                         await self._run(name, run)
-                    except GpuscaleError as error:
+                    except errors.GpuscaleError as error:
                         _log.warning("cannot continue a backtest", backtest=name, error=error.message)
                         await self._fail(name, _Why.END_REASON_ERROR, for_caller(error).message)
                     finally:
@@ -200,7 +195,7 @@ class Backtests:
         """
         if len(self._runs) + self._sending >= MOST_WAITING:
             text = f"{MOST_WAITING} backtests wait already"
-            raise ResourceExhaustedError(text, reason="BACKTESTS_WAITING", retry_after=10.0)
+            raise errors.ResourceExhaustedError(text, reason="BACKTESTS_WAITING", retry_after=10.0)
         self._sending += 1
         try:
             try:
@@ -208,12 +203,12 @@ class Backtests:
                     asked = await AskedBacktest.of(messages)
             except TimeoutError:
                 text = f"the workload did not come within {LONGEST_SENDING:g} s"
-                raise DeadlineExceededError(text) from None
+                raise errors.DeadlineExceededError(text) from None
             digest = await asyncio.to_thread(asked.fingerprint)
             if (known := self._known(asked.request_id, digest)) is not None:
                 return known
             if asked.spec.endpoint and asked.workload.arrivals:
-                raise InvalidArgumentError(
+                raise errors.InvalidArgumentError(
                     "spec.endpoint cannot be combined with a workload", field="spec.endpoint"
                 )
             for one in await self.history(asked.spec):
@@ -238,7 +233,7 @@ class Backtests:
         """The reports so far, in the order of the policies; NotFoundError if there is no backtest."""
         for place in range(self._find(name).message.done_count):
             found = await self._store.read(partial(backtest_store.report, name=name, place=place))
-            yield NotFoundError.unless(found, name)
+            yield errors.NotFoundError.unless(found, name)
 
     async def cancel(self, name: str) -> api.Backtest:
         """Stop a backtest, if it has not ended; NotFoundError if there is none."""
@@ -262,7 +257,7 @@ class Backtests:
                 return known
             name = one.message.name
             if name in self._stored:
-                raise AlreadyExistsError(f"{name} exists", metadata={"name": name})
+                raise errors.AlreadyExistsError(f"{name} exists", metadata={"name": name})
             over = [one for one in self._stored.values() if one.message.HasField("end_time")]
             over.sort(key=lambda one: one.message.end_time.ToNanoseconds())
             size = sum(one.message.ByteSize() + one.report_bytes for one in self._stored.values())
@@ -339,7 +334,7 @@ class Backtests:
             placed = list(enumerate(reports, one.message.done_count))
             try:
                 await self._store.write(partial(backtest_store.save, one=changed, reports=placed), frees=over)
-            except GpuscaleError as error:
+            except errors.GpuscaleError as error:
                 if written:
                     raise
                 _log.warning("cannot write the end of a backtest", backtest=name, error=error.message)
@@ -350,7 +345,7 @@ class Backtests:
 
     def _find(self, name: str) -> StoredBacktest:
         parse(BACKTEST, name)
-        return NotFoundError.unless(self._stored.get(name), name)
+        return errors.NotFoundError.unless(self._stored.get(name), name)
 
     def _known(self, request_id: str, digest: str) -> api.Backtest | None:
         """What a request with this id created, if it is kept; AlreadyExistsError for a different request."""
@@ -358,7 +353,7 @@ class Backtests:
         if known is None:
             return None
         if known.fingerprint != digest:
-            raise request_id_reused(request_id)
+            raise errors.request_id_reused(request_id)
         return known.message
 
     def _stop(self, name: str) -> None:
@@ -377,9 +372,9 @@ async def _in_thread(work: Callable[[], T]) -> T:
     task = asyncio.ensure_future(asyncio.to_thread(work))
     await asyncio.wait([task])
     error = task.exception()
-    if error is not None and not isinstance(error, GpuscaleError):
+    if error is not None and not isinstance(error, errors.GpuscaleError):
         _log.error("a backtest failed because of a bug", exc_info=error)
-        raise InternalError("a bug; the log of the autoscaler has details") from error
+        raise errors.InternalError("a bug; the log of the autoscaler has details") from error
     return task.result()
 
 
@@ -395,7 +390,7 @@ async def run_within(job: BacktestJob, budget: float, turn: asyncio.Lock) -> lis
     ResourceExhaustedError (BACKTEST_RUNNING) if another holds the `turn`, DeadlineExceededError if it takes longer.
     """
     if turn.locked():
-        raise ResourceExhaustedError(
+        raise errors.ResourceExhaustedError(
             "another backtest is running", reason="BACKTEST_RUNNING", retry_after=1.0
         )
     await turn.acquire()
@@ -412,7 +407,7 @@ async def run_within(job: BacktestJob, budget: float, turn: asyncio.Lock) -> lis
         # Shielded, because a thread ends on its own, soon after it is told to.
         reports = await asyncio.wait_for(asyncio.shield(work), min(budget, LONGEST_CALL))
     except TimeoutError as error:
-        raise DeadlineExceededError(
+        raise errors.DeadlineExceededError(
             f"the backtest took longer than {min(budget, LONGEST_CALL):.0f} s: run fewer policies, or a shorter trace"
         ) from error
     finally:
@@ -429,7 +424,7 @@ class BacktestServicer(api.BacktestServiceServicer):
     async def Backtest(self, request: api.BacktestRequest, context: Context) -> api.BacktestResponse:
         left = cast("float | None", context.time_remaining())  # gRPC's stub omits the None of no deadline
         if request.endpoint and request.arrivals:
-            raise InvalidArgumentError("endpoint cannot be combined with arrivals", field="endpoint")
+            raise errors.InvalidArgumentError("endpoint cannot be combined with arrivals", field="endpoint")
         history = await self._backtests.history(request)
 
         def read() -> BacktestJob:

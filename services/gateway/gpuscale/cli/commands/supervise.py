@@ -30,12 +30,7 @@ from gpuscale.cli.commands.holding import REFUSALS, RETRY, LeaseHolder
 from gpuscale.cli.console.terminal import TERMINAL, note
 from gpuscale.client.orders import GREETING, READY, Orders, shown, started_before
 from gpuscale.client.over_ssh import OF_SIGNAL, exit_code
-from gpuscale.common import wire
-from gpuscale.common.errors import (
-    FailedPreconditionError,
-    GpuscaleError,
-    InvalidArgumentError,
-)
+from gpuscale.common import errors, wire
 from gpuscale.common.names import node_of
 from gpuscale.common.rpc import channel
 
@@ -79,7 +74,7 @@ def main() -> NoReturn:
     TERMINAL.silence_grpc()
     try:
         code = _supervise(job="--job" in sys.argv)
-    except GpuscaleError as error:
+    except errors.GpuscaleError as error:
         from gpuscale.cli.console.errors import report
 
         code = report(error)
@@ -150,7 +145,7 @@ def _read_orders() -> Orders | None:
     try:
         return Orders(**json.loads(line)) if line else None
     except (ValueError, TypeError):  # hide the text, which holds the lease token
-        raise InvalidArgumentError(
+        raise errors.InvalidArgumentError(
             "standard input does not begin with orders of gpuscalectl run, of the version that is installed here"
         ) from None
 
@@ -212,7 +207,7 @@ def run_under(
         reservation = holder.renew_patiently(channel.RPC_TIMEOUT)
         asked = admission(reservation, orders.lease_token, orders.node)
         if asked is None:
-            raise FailedPreconditionError(
+            raise errors.FailedPreconditionError(
                 f"{orders.reservation} holds no GPUs of {orders.node}", reason="GPUS_ELSEWHERE"
             )
         for asked.pid in orders.adopts or (os.getpid(),):
@@ -223,7 +218,7 @@ def run_under(
         if orders.detached:
             return _run_detached(holder, reservation, child)
         return _run(holder, reservation, stdout=stdout, while_open=while_open, child=child)
-    except GpuscaleError as error:
+    except errors.GpuscaleError as error:
         if holder.member is None:  # which tells the other members
             holder.failed(error)
         raise
@@ -238,7 +233,7 @@ def _enter(orders: Orders) -> None:
         try:
             os.chdir(orders.directory)
         except OSError as error:
-            raise FailedPreconditionError(
+            raise errors.FailedPreconditionError(
                 f"{orders.node} has no directory {orders.directory} for this user ({error.strerror}): nothing was started;"
                 " use a path that the hosts share, or say another with --directory",
                 reason="DIRECTORY_NOT_FOUND",
@@ -333,7 +328,7 @@ def _run(
         why = f"{signal.Signals(signals.ending).name} ended it"
     holder.ended(exit_code(code), why, leaves=keeper.leaves and not signals.ending)
     if keeper.lost:
-        raise FailedPreconditionError(
+        raise errors.FailedPreconditionError(
             f"the command was stopped because {reservation.name} was lost: {keeper.lost}", reason="LEASE_LOST"
         )
     return exit_code(code)
@@ -366,7 +361,9 @@ def _check(
     elif not bad:
         note("\n".join(f"gpuscalectl run: {line}" for line in said))
     if bad:
-        raise FailedPreconditionError(f"a GPU failed its test: {'; '.join(bad)}", reason="GPU_CHECK_FAILED")
+        raise errors.FailedPreconditionError(
+            f"a GPU failed its test: {'; '.join(bad)}", reason="GPU_CHECK_FAILED"
+        )
     return renew()
 
 
@@ -510,7 +507,7 @@ class Keeper:
         except REFUSALS as error:
             self.lost = error.message
             return True
-        except GpuscaleError as error:
+        except errors.GpuscaleError as error:
             self._tell(f"cannot renew the lease, trying again: {error.message}")
             return False
         self._ends = self._holder.asked_at + self._ttl
