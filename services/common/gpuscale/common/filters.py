@@ -306,8 +306,7 @@ def listed(
     Items are sorted by `key`, whose values are unique, descending if `descending`. `items` may be a function that returns
     those after a key ("" for all). The interceptor binds a page token to its filter and order.
 
-    Raises:
-        InvalidArgumentError: filter, order_by, page_size or page_token is invalid.
+    Raises InvalidArgumentError: filter, order_by, page_size or page_token is invalid.
     """
     keep, ordered = compile_filter(request.filter, of), bool(request.order_by.strip())
     order = compile_order(request.order_by, of)

@@ -73,8 +73,7 @@ def parse(pattern: str, name: str, field: str = "name") -> dict[str, str]:
 def id_of(pattern: str, text: str, field: str = "name") -> str:
     """The id in a name of a pattern with one variable, or the bare id that clients of 0.x send.
 
-    Raises:
-        InvalidArgumentError: the text in the request field `field` is neither.
+    Raises InvalidArgumentError: the text in the request field `field` is neither.
     """
     return text if is_id(text) else next(iter(parse(pattern, text, field).values()))
 

@@ -33,8 +33,7 @@ def hours_text(hours: float) -> str:
 def parse_size(text: str) -> int:
     """Bytes of `8GiB`, `500MB`, `1.5TiB` or a plain number of bytes; units in any case, KB = 1000, KiB = 1024.
 
-    Raises:
-        ValueError: not a size, or more than an int64 holds.
+    Raises ValueError: not a size, or more than an int64 holds.
     """
     found = re.fullmatch(_SIZE, text.strip())
     factor = _BYTE_UNITS.get(found[2].lower()) if found else None
@@ -51,8 +50,7 @@ def parse_size(text: str) -> int:
 def parse_duration(text: str) -> float:
     """Seconds of `60s`, `5m`, `1h30m`, `250ms`, `2d` or a plain number of seconds; larger units come first.
 
-    Raises:
-        ValueError: not a duration, or longer than 10,000 years.
+    Raises ValueError: not a duration, or longer than 10,000 years.
     """
     plain = text.strip()
     found = re.fullmatch(_DURATION, f"{plain}s" if re.fullmatch(_NUMBER, plain) else plain)

@@ -183,8 +183,7 @@ def open_page(request: Any) -> str:
 
     The seal is a digest of the request without its page, so a token works only with the same list and filters.
 
-    Raises:
-        InvalidArgumentError: the seal does not match.
+    Raises InvalidArgumentError: the seal does not match.
     """
     token, size = request.page_token, request.page_size
     request.page_token, request.page_size = "", 0

@@ -89,8 +89,7 @@ Tree = Scalar | Items | Entries
 def read_documents(text: str, source: str) -> list[Tree]:
     """The documents of a text, without empty ones; errors name it as `source`.
 
-    Raises:
-        ManifestError: it is not valid YAML, or has anchors or duplicate keys.
+    Raises ManifestError: it is not valid YAML, or has anchors or duplicate keys.
     """
     start = Place(source, 1, 1)
     if len(text) > MAX_CHARACTERS:
@@ -184,8 +183,7 @@ def parse(text: str, source: str) -> list[Resource]:
 def declared(text: str, source: str) -> list[DeclaredDocument]:
     """The resources in all documents of a text; errors name it as `source`.
 
-    Raises:
-        ManifestError: it is not valid YAML, or does not fit the contract.
+    Raises ManifestError: it is not valid YAML, or does not fit the contract.
     """
     found: list[DeclaredDocument] = []
     for document in read_documents(text, source):
@@ -223,8 +221,7 @@ def _resource(document: Tree, kind: str) -> Resource:
 def fill(message: Message, table: Entries) -> None:
     """Set the fields of a message from a mapping.
 
-    Raises:
-        ManifestError: a field is unknown or given twice, or a value has another type.
+    Raises ManifestError: a field is unknown or given twice, or a value has another type.
     """
     fields = {name: field for field in message.DESCRIPTOR.fields for name in (field.json_name, field.name)}
     known = [field.json_name for field in message.DESCRIPTOR.fields]
@@ -315,8 +312,7 @@ _POLICY_KINDS = ("Policy", "Endpoint")
 def parse_policies(text: str, source: str) -> list[api.BacktestPolicy]:
     """The policies in all documents of a text: presets, specs, or endpoints, for their specs.
 
-    Raises:
-        ManifestError: it is not valid YAML, or does not fit the contract.
+    Raises ManifestError: it is not valid YAML, or does not fit the contract.
     """
     found: list[api.BacktestPolicy] = []
     for document in read_documents(text, source):

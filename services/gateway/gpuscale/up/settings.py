@@ -109,8 +109,7 @@ def load_all(argv: Sequence[str]) -> AllSettings:
 
     Exits with 2 and one line on stderr if a flag or a setting of `up` itself is unknown or invalid.
 
-    Raises:
-        InvalidArgumentError: a setting of another part is unknown or invalid, or would have no effect.
+    Raises InvalidArgumentError: a setting of another part is unknown or invalid, or would have no effect.
     """
     up = sources.load(UpSettings, argv, program=PROGRAM, description=DESCRIPTION)
     if up.demo:

@@ -121,8 +121,7 @@ class Rebalancing:
     async def plan(self, ask: Ask | None) -> tuple[list[RoomProposal], list[str]]:
         """A proposal for an ask, or for each of the first waiting requests; and what was left out, in words.
 
-        Raises:
-            NotFoundError: the ask names an unknown node.
+        Raises NotFoundError: the ask names an unknown node.
         """
         async with self._turn:
             prices, left_out = self._movable()
@@ -158,10 +157,7 @@ class Rebalancing:
         """Start at most `most` moves for the first waiting request that they help; None if nobody is helped.
 
         If only other MIG instances help, order them. Automatic (`itself`) moves do not, and do not start while a node is
-        silent.
-
-        Raises:
-            FailedPreconditionError: MOVES_UNDER_WAY, NO_PARTITION_HELPER.
+        silent. Raises FailedPreconditionError: MOVES_UNDER_WAY, NO_PARTITION_HELPER.
         """
         self.capacity.expect_telemetry()
         async with self._turn:

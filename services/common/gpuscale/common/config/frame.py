@@ -84,8 +84,7 @@ class ListenerFrame(ProgramFrame):
     ) -> auth.Authenticator:
         """The authenticator; `internal_token` admits parts of this process, `socket_role` callers of a unix socket.
 
-        Raises:
-            FailedPreconditionError: the tokens file or the deny list cannot be used.
+        Raises FailedPreconditionError: the tokens file or the deny list cannot be used.
         """
         return auth.Authenticator(
             tokens_file=self.tokens_file,
@@ -172,8 +171,7 @@ class UpstreamFrame:
 
         An `urgent` channel finds a server that comes back within a second or two.
 
-        Raises:
-            FailedPreconditionError: a file cannot be used.
+        Raises FailedPreconditionError: a file cannot be used.
         """
         token = None
         if self.token_file is not None:

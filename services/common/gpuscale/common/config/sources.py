@@ -181,8 +181,7 @@ def _named_variables(value: object) -> Iterator[str]:
 def read_config(path: Path, settings_type: type[Settings] | None = None) -> dict[str, object]:
     """The tables of a TOML file; `settings_type` may add tables, for programs of other packages.
 
-    Raises:
-        InvalidArgumentError: the file cannot be read, has an unknown table, or has a password and is world-readable.
+    Raises InvalidArgumentError: the file cannot be read, has an unknown table, or has a password and is world-readable.
     """
     try:
         with path.open("rb") as file:

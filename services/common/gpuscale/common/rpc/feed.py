@@ -159,8 +159,7 @@ class ResourceFeed(Generic[V]):
     async def stream(self, request: Any, view: FeedView[V] | None = None) -> AsyncGenerator[bytes]:
         """Stream encoded responses without end; `view` None shows everything. Tokens are bound to the request's other fields.
 
-        Raises:
-            InvalidArgumentError: the token is malformed, or of another watch.
+        Raises InvalidArgumentError: the token is malformed, or of another watch.
         """
         seen: FeedView[V] = view or FeedView()
         since, seal = self._left_off(request)

@@ -479,8 +479,7 @@ def forwarded_as(principal: Principal | None) -> tuple[tuple[str, str], ...]:
 def require_for(principal: Principal, method: MethodInfo) -> None:
     """Check that a caller may call a method.
 
-    Raises:
-        PermissionDeniedError: ROLE_TOO_LOW, or LEASE_TOKEN_NOT_ENOUGH for a method that accepts no lease token.
+    Raises PermissionDeniedError: ROLE_TOO_LOW, or LEASE_TOKEN_NOT_ENOUGH for a method that accepts no lease token.
     """
     if principal.kind == "lease":
         if not method.lease_token:

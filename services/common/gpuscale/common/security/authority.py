@@ -218,8 +218,7 @@ class Signer:
     Names are taken by `own`, this program's server certificate, by callers in `tokens_file`, and by certificates beside
     the authority. A certificate for a name on the deny list `revoked` starts late enough to be valid again.
 
-    Raises:
-        FailedPreconditionError: the directory or a file cannot be used (reason AUTHORITY).
+    Raises FailedPreconditionError: the directory or a file cannot be used (reason AUTHORITY).
     """
 
     directory: Path
@@ -281,8 +280,7 @@ class Signer:
     def shared_files(self) -> tuple[str, str]:
         """The content of the tokens file and of the deny list, for another host of services.
 
-        Raises:
-            UnavailableError: they cannot be read.
+        Raises UnavailableError: they cannot be read.
         """
         try:
             found = [
@@ -297,8 +295,7 @@ class Signer:
     def sign(self, request: bytes, subject: CertificateSubject, days: float | None = None) -> str:
         """Sign the key in a DER request; returns a PEM certificate.
 
-        Raises:
-            InvalidArgumentError: the request is malformed, or its key is too weak.
+        Raises InvalidArgumentError: the request is malformed, or its key is too weak.
         """
         try:
             found = x509.load_der_x509_csr(request)

@@ -101,8 +101,7 @@ def read_deny_list(path: Path) -> DenyList:
 class CertificateCheck:
     """Checks for each call that the certificate of its connection is still valid. `revoked` is the file of the deny list.
 
-    Raises:
-        FailedPreconditionError: the file cannot be used (reason REVOKED_FILE).
+    Raises FailedPreconditionError: the file cannot be used (reason REVOKED_FILE).
     """
 
     def __init__(self, revoked: Path | None) -> None:
@@ -119,8 +118,7 @@ class CertificateCheck:
     def check(self, pem: bytes) -> None:
         """Check a PEM certificate.
 
-        Raises:
-            UnauthenticatedError: it has expired (CERTIFICATE_EXPIRED) or was revoked (CERTIFICATE_REVOKED).
+        Raises UnauthenticatedError: it has expired (CERTIFICATE_EXPIRED) or was revoked (CERTIFICATE_REVOKED).
         """
         found = read_certificate(pem)
         if found.ends <= time.time():

@@ -145,8 +145,7 @@ def seal(epoch: int, secret: str, path: str, caller: Principal) -> str:
 def unseal(epoch: int, secret: str, path: str, values: Sequence[str | bytes]) -> Principal | None:
     """The caller named by metadata of `seal`; None if it is of another term than `epoch`.
 
-    Raises:
-        UnauthenticatedError: invalid HMAC (reason NOT_A_GATEWAY).
+    Raises UnauthenticatedError: invalid HMAC (reason NOT_A_GATEWAY).
     """
     value = values[0] if len(values) == 1 else ""
     term, code, text = (*str(value).split(" ", 2), "", "", "")[:3]

@@ -45,8 +45,7 @@ class ServerTls:
 def server_credentials(tls: ServerTls) -> grpc.ServerCredentials:
     """Credentials that follow the files: new connections use their current content.
 
-    Raises:
-        FailedPreconditionError: a file cannot be read, or certificate and key do not match (reason TLS_FILES).
+    Raises FailedPreconditionError: a file cannot be read, or certificate and key do not match (reason TLS_FILES).
     """
 
     def load() -> grpc.ServerCertificateConfiguration:

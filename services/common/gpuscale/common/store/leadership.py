@@ -72,8 +72,7 @@ class Candidate:
     async def term(self) -> AsyncGenerator[Term]:
         """Wait, without limit, until this process leads; leaving the block gives up the lead.
 
-        Raises:
-            FailedPreconditionError: DATABASE_REFUSED, a retry cannot succeed.
+        Raises FailedPreconditionError: DATABASE_REFUSED, a retry cannot succeed.
         """
         connection, term = await self._win()
 

@@ -275,8 +275,7 @@ class _UndoneError(Exception):
 def _run_alone(backend: Backend, connection: Connection, job: "_Job[Any]", *, shared: bool) -> None:
     """Run a job in a savepoint of the driver (SQLAlchemy's cost 50 times as much), or without one if not `shared`.
 
-    Raises:
-        GpuscaleError: the storage failed, or the job ended the transaction of the whole group.
+    Raises GpuscaleError: the storage failed, or the job ended the transaction of the whole group.
     """
     if not shared:
         job.run(connection)
@@ -515,8 +514,7 @@ class Prepared:
     def run(self, connection: Connection, rows: Sequence[Mapping[str, object]]) -> int:
         """Execute it for each row in the open transaction; returns the number of changed rows.
 
-        Raises:
-            AbortedError: STATE_CONFLICT, a constraint or trigger refused a row.
+        Raises AbortedError: STATE_CONFLICT, a constraint or trigger refused a row.
         """
         driver = connection.connection.dbapi_connection
         if isinstance(driver, sqlite3.Connection):

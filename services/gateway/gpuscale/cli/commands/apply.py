@@ -259,8 +259,7 @@ def _read_all(files: Sequence[str]) -> list[manifests.DeclaredDocument]:
 def read(name: str) -> Iterator[tuple[str, str]]:
     """The text and name of a file, of standard input (`-`), or of each YAML file in a folder.
 
-    Raises:
-        InvalidArgumentError: a file cannot be read, or a folder has no YAML files.
+    Raises InvalidArgumentError: a file cannot be read, or a folder has no YAML files.
     """
     if name == "-":
         yield sys.stdin.read(), "<stdin>"

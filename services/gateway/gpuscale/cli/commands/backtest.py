@@ -203,8 +203,7 @@ def _run_within_a_call(
 def finished(client: "Client", name: str, *, cancels: bool = False) -> "api.BacktestResponse":
     """Wait for a backtest and return its results; `cancels` says whether to stop it if the wait is interrupted.
 
-    Raises:
-        FailedPreconditionError: it was cut short.
+    Raises FailedPreconditionError: it was cut short.
     """
     last = api.Backtest()
     try:

@@ -193,10 +193,7 @@ PERIOD = 1.0
 def start_in_turn(holder: "LeaseHolder") -> int:
     """Wait for a grant, then start its members; returns the exit code of the first that did not start.
 
-    Once the services have answered, it writes to `log` in its folder only.
-
-    Raises:
-        GpuscaleError: the services did not answer.
+    Once the services have answered, it writes to `log` in its folder only. Raises GpuscaleError: the services did not answer.
     """
     placed = holder.renew(channel.RPC_TIMEOUT)
     os.write(1, b"1")

@@ -68,8 +68,7 @@ class RecordingOptions:
     def targets(self, client: "Client") -> tuple[list[str], list[str]]:
         """Resource names and UUIDs to record: by default those in CUDA_VISIBLE_DEVICES, or this node.
 
-        Raises:
-            InvalidArgumentError: nothing was named, and this host is not a node.
+        Raises InvalidArgumentError: nothing was named, and this host is not a node.
         """
         names, uuids = lookup.named(client, [*self.gpu, *self.node])
         if self.reservation:

@@ -329,8 +329,7 @@ def _find(client: "Client", name: str) -> "api.Reservation":
 def grant(client: "Client", request: "api.ReserveRequest") -> "api.ReserveResponse":
     """Reserve, and return the reservation and its lease token; shows progress in the queue on standard error.
 
-    Raises:
-        GpuscaleError: it was refused, the wait timed out, or the grant of the request id has ended.
+    Raises GpuscaleError: it was refused, the wait timed out, or the grant of the request id has ended.
     """
     from gpuscale.client.lease import expect_held
 

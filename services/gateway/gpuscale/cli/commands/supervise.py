@@ -339,8 +339,7 @@ def _check(
 ) -> "Reservation":
     """Test the GPUs; without a command, write the results to standard output. Returns the renewed reservation.
 
-    Raises:
-        FailedPreconditionError: a GPU failed (GPU_CHECK_FAILED).
+    Raises FailedPreconditionError: a GPU failed (GPU_CHECK_FAILED).
     """
     from gpuscale.cli.commands.gpu_test import BROKEN, NOT_TESTED, UNUSABLE, GpuTest, test_gpu
 

@@ -241,8 +241,7 @@ def _held(name: str) -> str:
 def read(file: Path, *, new: bool = False) -> tomlkit.TOMLDocument:
     """The parsed tokens file; empty if it does not exist and `new`.
 
-    Raises:
-        FailedPreconditionError: it cannot be read, or is not TOML (reason TOKENS_FILE).
+    Raises FailedPreconditionError: it cannot be read, or is not TOML (reason TOKENS_FILE).
     """
     try:
         return tomlkit.parse(file.read_text(encoding="utf-8"))
@@ -259,8 +258,7 @@ def read(file: Path, *, new: bool = False) -> tomlkit.TOMLDocument:
 def tables(file: tomlkit.TOMLDocument, kind: str) -> MutableMapping[str, Table]:
     """The tables under `tokens` or `certificates`, by name; changes to them change the file.
 
-    Raises:
-        FailedPreconditionError: they are not tables (reason TOKENS_FILE).
+    Raises FailedPreconditionError: they are not tables (reason TOKENS_FILE).
     """
     found = file.setdefault(kind, tomlkit.table(is_super_table=True))
     if not _is_tables(found):

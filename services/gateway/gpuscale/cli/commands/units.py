@@ -193,8 +193,7 @@ def restart(unit: str) -> None:
 def stop_units(programs: Sequence[str]) -> list[Path]:
     """Stop and remove units written earlier; returns their names.
 
-    Raises:
-        FailedPreconditionError: they cannot be stopped or removed (reason SYSTEMD).
+    Raises FailedPreconditionError: they cannot be stopped or removed (reason SYSTEMD).
     """
     written = [file for name in programs if (file := folder() / f"{name}.service").exists()]
     manager = list(systemctl())

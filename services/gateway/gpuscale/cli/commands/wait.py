@@ -139,8 +139,7 @@ class _Awaited:
     def reason(self, client: "Client", name: str) -> str:
         """Why the wait continues; empty when it is over.
 
-        Raises:
-            NotFoundError: the resource does not exist, and the wait is not for its deletion.
+        Raises NotFoundError: the resource does not exist, and the wait is not for its deletion.
         """
         try:
             [item] = self.read(client, [name])

@@ -76,8 +76,7 @@ class GetCommand(Command):
     def choose(self, session: Session, context: click.Context) -> Session:
         """The session with the selection of the options of `get`.
 
-        Raises:
-            InvalidArgumentError: the format cannot be streamed, or names are combined with a selector.
+        Raises InvalidArgumentError: the format cannot be streamed, or names are combined with a selector.
         """
         typed = typed_anywhere(context)
         watched = (

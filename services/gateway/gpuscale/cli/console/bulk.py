@@ -37,8 +37,7 @@ Check = Callable[["Client", str], object]
 def confirm(action: str, what: str, *, yes: bool, danger: str = "") -> None:
     """Ask for confirmation of an action, such as `Delete`, unless `yes`; exit if it is refused.
 
-    Raises:
-        InvalidArgumentError: standard input is not a terminal.
+    Raises InvalidArgumentError: standard input is not a terminal.
     """
     if yes:
         return

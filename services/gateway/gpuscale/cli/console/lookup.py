@@ -329,8 +329,7 @@ def job(client: Client, typed: str) -> allocator_api.Reservation:
 def reservation_name(client: Client, typed: str) -> str:
     """The full name of a reservation, by its name or the title of its job: of the one that is open, else of the newest.
 
-    Raises:
-        InvalidArgumentError: several that are open have that title, or it is no name.
+    Raises InvalidArgumentError: several that are open have that title, or it is no name.
     """
     asked = canonical(typed).startswith("reservations/")
     if RESERVATION_ID.fullmatch(typed):

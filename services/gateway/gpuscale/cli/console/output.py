@@ -97,8 +97,7 @@ class Chosen:
     def to_filter(self, descriptor: Any, view: "View[M]") -> str:
         """The API's filter, for all conditions but those on columns. A key is a field, else a column, else a label.
 
-        Raises:
-            InvalidArgumentError: a key is none of them.
+        Raises InvalidArgumentError: a key is none of them.
         """
         texts, also = [self.filter] if self.filter else [], [one.heading for one in view.columns]
         for one in self._others(descriptor, view):

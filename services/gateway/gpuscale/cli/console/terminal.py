@@ -185,8 +185,7 @@ def prepare_streams(*, data: bool) -> None:
 def flush_output() -> None:
     """Flush standard output; after a failure the interpreter does not try again, with a message of its own.
 
-    Raises:
-        OSError: the disk is full, or the pipe is closed.
+    Raises OSError: the disk is full, or the pipe is closed.
     """
     try:
         sys.stdout.flush()

@@ -89,8 +89,7 @@ def parse_path(text: str) -> Path:
 def parse_template(text: str) -> Template:
     """The parts of a text with paths in braces; a text without braces is a path.
 
-    Raises:
-        ValueError: a path is invalid, or `range` and `end` do not match.
+    Raises ValueError: a path is invalid, or `range` and `end` do not match.
     """
     if not {"{", "}"} & set(text):
         return (parse_path(text),)

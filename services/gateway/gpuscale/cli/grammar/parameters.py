@@ -207,10 +207,7 @@ def parse_moment(text: str, now: datetime) -> datetime:
     """A moment in the past, by default on the shown clock.
 
     `2h` is two hours ago, `yesterday` begins at midnight, `yesterday 03:00` and `03:00`, the last time it was 3, are on the
-    clock; else it is a date of RFC 3339.
-
-    Raises:
-        ValueError: it is none of these, or before the year 1.
+    clock; else it is a date of RFC 3339. Raises ValueError: it is none of these, or before the year 1.
     """
     typed = " ".join(text.lower().split())
     local = CLOCK.shown(now).replace(tzinfo=None)
@@ -244,8 +241,7 @@ def parse_coming(text: str, now: datetime, zone: tzinfo | None = None) -> dateti
     `2h` is in two hours, `14:00` the next time it is 14:00, `mon 14:00` on the next Monday, `tomorrow` begins at midnight;
     else it is a date of RFC 3339. A time that occurs twice, as when summer ends, is the first.
 
-    Raises:
-        ValueError: it is none of these, or a time that does not occur, as when summer begins.
+    Raises ValueError: it is none of these, or a time that does not occur, as when summer begins.
     """
     typed = " ".join(text.lower().split())
     day, _, clock = ("", "", typed) if _CLOCK.fullmatch(typed) else typed.partition(" ")
@@ -307,8 +303,7 @@ class When:
     def range(self, last: timedelta | None = None, around: timedelta = timedelta()) -> "TimeRange":
         """The time range: by default the `last` until now; --at has `around` before and after it.
 
-        Raises:
-            click.UsageError: the options contradict each other.
+        Raises click.UsageError: the options contradict each other.
         """
         from gpuscale.common.wire import TimeRange
 

@@ -40,8 +40,7 @@ class Condition:
     def to_filter(self, descriptor: Any, where: str, also: Iterable[str] = ()) -> str:
         """The API's filter for messages of a type; the arguments are those of `check_path`.
 
-        Raises:
-            InvalidArgumentError: there is no such field, or it has no amount to compare.
+        Raises InvalidArgumentError: there is no such field, or it has no amount to compare.
         """
         leaf, several = check_path(self.path, descriptor, where, also)
         if self.compares and (several or leaf.type == _TEXT):
@@ -140,8 +139,7 @@ def check_path(path: Path, descriptor: Any, where: str, also: Iterable[str] = ()
 
     The stubs have two classes for a `descriptor`. `where` is the option, for errors; `also` are more words to suggest.
 
-    Raises:
-        InvalidArgumentError: there is no such field.
+    Raises InvalidArgumentError: there is no such field.
     """
     leaf, several = None, False
     for step in path:

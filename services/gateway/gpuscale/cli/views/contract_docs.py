@@ -57,8 +57,7 @@ def describe(root: str, path: str, *, recursive: bool = False) -> Entry:
 
     `root` is a message such as `autoscaler.v1.Endpoint`, or an enum; `path` is of field or JSON names, such as `spec.min_replicas`, or empty.
 
-    Raises:
-        NotFoundError: there is no such field.
+    Raises NotFoundError: there is no such field.
     """
     pool, comments = contract()
     try:
