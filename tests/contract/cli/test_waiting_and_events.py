@@ -226,12 +226,12 @@ def a_lost_reservation(world: canned.World) -> None:
     ("state", "code", "why", "told"),
     [
         ("SUCCEEDED", 0, "", "released: its job SUCCEEDED: exit code 0"),
-        ("FAILED", 137, "", "released: its job FAILED: exit code 137 (SIGKILL)"),
+        ("FAILED", 137, "", "released: its job FAILED: exit code 137 (often SIGKILL)"),
         (
             "STOPPED",
             143,
             "stopped by ann",
-            "released: its job STOPPED: exit code 143 (SIGTERM): stopped by ann",
+            "released: its job STOPPED: exit code 143 (often SIGTERM): stopped by ann",
         ),
         ("STOPPED", 0, "it was lost: preempted", "released: its job STOPPED: exit code 0: preempted"),
         ("LOST", None, "", "released: its job LOST: nobody renewed its lease"),

@@ -285,11 +285,12 @@ def test_a_share_is_not_shown_as_a_whole_gpu(milli: int, shown: str) -> None:
     assert shown in Output().table([Reservation(gpus=gpus)], RESERVATIONS)[1]
 
 
-def test_a_command_that_a_signal_ended_says_which() -> None:
+def test_an_exit_code_that_a_signal_gives_says_which_it_often_is() -> None:
+    """A program may choose the same itself, which nobody can tell."""
     [why] = [one.cell for one in JOB_MEMBERS.columns if one.heading == "WHY"]
-    told = {137: "killed by SIGKILL, often for want of memory", 139: "killed by SIGSEGV", 255: "-", 1: "-"}
-    told |= {135: "killed by SIGBUS", 138: "killed by SIGUSR1"}  # Linux's numbers, on any client
-    told |= {128: "-", 143: "killed by SIGTERM", 144: "-", 162: "-"}  # a program's own codes, more likely
+    told = {137: "often SIGKILL, for want of memory", 139: "often SIGSEGV", 255: "-", 1: "-"}
+    told |= {135: "often SIGBUS", 138: "often SIGUSR1"}  # Linux's numbers, on any client
+    told |= {128: "-", 143: "often SIGTERM", 144: "-", 162: "-"}  # a program's own codes, more likely
     assert {code: why(JobMember(exit_code=code)) for code in told} == told
     assert why(JobMember(exit_code=137, end_reason="somebody stopped it")) == "somebody stopped it"
 

@@ -20,8 +20,8 @@ _NODE_STATES = {number: name.removeprefix("NODE_STATE_") for name, number in mon
 _ANSWERING = {"OK", "DEGRADED", "SLOW", "DIVIDED"}
 _WORKING = {"OK", "SLOW", "DIVIDED", "RELEASED"}
 _NAMES = "HUP INT QUIT ILL TRAP ABRT BUS FPE KILL USR1 SEGV USR2 PIPE ALRM TERM"
-_SIGNALS = {code: f"killed by SIG{name}" for code, name in enumerate(_NAMES.split(), 129)}
-"""By exit code, in Linux's numbers, as a client may run elsewhere; higher codes are more likely a program's own."""
+_SIGNALS = {code: f"often SIG{name}" for code, name in enumerate(_NAMES.split(), 129)}
+"""What often ends a program with an exit code, in Linux's numbers, as a client may run elsewhere; it may also choose the code itself."""
 _ONLINE, _QUARANTINED = "ONLINE", "QUARANTINED"
 
 
@@ -99,9 +99,13 @@ def advice(reservation: allocator_api.Reservation) -> str:
 
 
 def ended_by(one: allocator_api.JobMember) -> str:
-    """Why a member of a job ended; the signal where its exit code is all that tells."""
-    often = ", often for want of memory" * (one.exit_code == 137)
-    return one.end_reason or _SIGNALS.get(one.exit_code, "") + often
+    """Why a member of a job ended; what its exit code often means, where that is all that tells."""
+    return one.end_reason or often(one.exit_code) + ", for want of memory" * (one.exit_code == 137)
+
+
+def often(exit_code: int) -> str:
+    """What an exit code often means, `often SIGKILL`; empty where it is just that."""
+    return _SIGNALS.get(exit_code, "")
 
 
 def scored(gpu: allocator_api.ReservedGpu) -> str:

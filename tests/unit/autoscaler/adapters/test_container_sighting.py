@@ -17,6 +17,7 @@ from gpuscale.autoscaler.adapters.engines.container.containers import (
 ORDER = ReplicaOrder("endpoints/chat/replicas/r1", "endpoints/chat", {})
 NAME = container_name("here", ORDER.replica)
 LABELS = labels("here", ORDER)
+TERMINATED = "it ended with exit code 143, often SIGTERM"
 
 
 @pytest.mark.parametrize(
@@ -29,7 +30,7 @@ LABELS = labels("here", ORDER)
         ("paused", Details(pid=7), Sighting(WorkerLife.STARTING, reason="its engine calls it paused", pid=7)),
         ("exited", Details(), Sighting(WorkerLife.ENDED, 0, "it ended with exit code 0")),
         ("exited", Details(exit_code=3), Sighting(WorkerLife.ENDED, 3, "it ended with exit code 3")),
-        ("exited", Details(exit_code=143), Sighting(WorkerLife.ENDED, -15, "it ended by SIGTERM")),
+        ("exited", Details(exit_code=143), Sighting(WorkerLife.ENDED, -15, TERMINATED)),
         ("exited", Details(exit_code=255), Sighting(WorkerLife.ENDED, 255, "it ended with exit code 255")),
         (
             "exited",

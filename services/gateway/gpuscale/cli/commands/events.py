@@ -3,10 +3,8 @@
 Times are of the servers' wall clocks.
 """
 
-import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, NamedTuple
@@ -22,7 +20,7 @@ from gpuscale.cli.console.terminal import note
 from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.nouns import canonical
 from gpuscale.cli.grammar.parameters import AROUND, When, option, repeated, takes
-from gpuscale.client.over_ssh import OF_SIGNAL
+from gpuscale.cli.grammar.selecting import near
 from gpuscale.common import wire
 from gpuscale.common.errors import PermissionDeniedError, UnavailableError, UnimplementedError
 from gpuscale.common.names import node_of
@@ -171,8 +169,7 @@ def _how_ended(one: "Reservation") -> str:
     if not one.HasField("job"):
         return one.end_reason
     code = f"exit code {one.job.exit_code}" if one.job.HasField("exit_code") else ""
-    with suppress(ValueError):  # none that a signal gives
-        code += f" ({signal.Signals(one.job.exit_code - OF_SIGNAL).name})"
+    code += f" ({meant})" if (meant := often(one.job.exit_code)) else ""
     why = why_ended(one)
     of_members = (ran.end_reason for ran in one.job.members if not why or why not in ran.end_reason)
     told = (f"its job {cells.word(one.job, 'state')}", code, why, *dict.fromkeys(of_members))
@@ -186,6 +183,7 @@ def _replicas(client: "Client", about: "lookup.About") -> Iterator[EventLine]:
             code = f"exit code {one.exit_code}" if one.HasField("exit_code") else ""
             yield _event(
                 one.end_time, "replica", one.name, cells.word(one, "state").lower(), code, one.reason
+    from gpuscale.client.states import often
             )
 
 

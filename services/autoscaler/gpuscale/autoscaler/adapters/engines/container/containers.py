@@ -179,9 +179,8 @@ def sighting(state: str, details: Details, given_up: str = "") -> Sighting:
         elif details.error:
             why = f"the engine says: {details.error}"
         else:
-            why = (
-                f"it ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with exit code {code}"
-            )
+            often = f", often {signal.Signals(-code).name}" if code < 0 else ""
+            why = f"it ended with exit code {details.exit_code}{often}"
         return Sighting(WorkerLife.ENDED, code, why)
     if state not in _RUNNING:
         return Sighting(WorkerLife.STARTING, reason=f"its engine calls it {state}", pid=details.pid)
