@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuscale.allocator.domain.bookings import Bookings
-from gpuscale.allocator.domain.durations import KEPT, MOST, Durations, Kin, lasted
+from gpuscale.allocator.domain.durations import ENOUGH, KEPT, MOST, Durations, Kin, lasted
 from gpuscale.allocator.domain.jobs import JobMember, ReservedJob
 from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import State
@@ -29,7 +29,7 @@ def learned(**lengths: list[float]) -> Durations:
 
 
 def test_own_jobs_count_then_those_of_the_tenant_then_all() -> None:
-    assert Durations().remaining(ANN) is None
+    assert learned(ann=[1.0] * (ENOUGH - 1)).remaining(ANN) is None, "one or two say nothing"
     known = learned(ann=[600.0] * 20, bob=[6000.0] * 20, zoe=[60_000.0] * 20)
     mine, hers = known.remaining(ANN), known.remaining(EVE)
     assert mine
@@ -67,7 +67,7 @@ def test_memory_is_bounded() -> None:
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from([ANN, BOB, EVE, ELSE]), st.floats(0.0, 1e8)), min_size=1),
+    st.lists(st.tuples(st.sampled_from([ANN, BOB, EVE, ELSE]), st.floats(0.0, 1e8)), min_size=ENOUGH),
     st.lists(st.floats(0.0, 1e8), min_size=2).map(sorted),
 )
 def test_a_span_is_in_order_and_an_end_does_not_move_back_with_age(

@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
-from gpuscale.api.allocator.v1 import JobMember, PolicyStanding, Reservation, ReservedGpu
+from gpuscale.api.allocator.v1 import JobMember, PolicyStanding, QueuePlace, Reservation, ReservedGpu
 from gpuscale.api.audit.v1 import AuditEvent
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.api.monitor.v1 import Node, RecordedGpu
@@ -22,6 +22,7 @@ from gpuscale.cli.grammar.parameters import local_text
 from gpuscale.cli.views.allocator import JOB_MEMBERS, JOBS, RESERVATIONS, STANDINGS
 from gpuscale.cli.views.autoscaler import ADAPTERS, ENDPOINTS, REPLICAS
 from gpuscale.cli.views.monitor import AUDIT, RECORDED_GPUS
+from gpuscale.client.states import estimate
 
 VIEW = View[Node](
     "nodes",
@@ -283,6 +284,12 @@ def test_gpus_are_counted_by_model(models: list[str], shown: str) -> None:
 def test_a_share_is_not_shown_as_a_whole_gpu(milli: int, shown: str) -> None:
     gpus = [ReservedGpu(model="NVIDIA H100 80GB HBM3", milli=milli)] * 2
     assert shown in Output().table([Reservation(gpus=gpus)], RESERVATIONS)[1]
+
+
+def test_a_wait_that_should_be_over_is_not_estimated() -> None:
+    low, likely, high = (Duration(seconds=one) for one in (0, 9, 99))
+    waits = QueuePlace(estimated_wait=likely, estimated_wait_low=low, estimated_wait_high=high)
+    assert (estimate(waits, 3), estimate(waits, 9)) == ("about 6 s, 0 s to 96 s", "")
 
 
 def test_an_exit_code_that_a_signal_gives_says_which_it_often_is() -> None:

@@ -127,9 +127,9 @@ def _joined(state: str, mark: str | None) -> str:
 
 
 def estimate(waits: allocator_api.QueuePlace | allocator_api.Job, gone: float = 0.0) -> str:
-    """The estimated wait, in words, `gone` seconds after it was told; empty if unknown."""
+    """The estimated wait, in words, `gone` seconds after it was told; empty if unknown or over."""
     left, low, high = (optional_seconds(waits, f"estimated_wait{which}") for which in ("", "_low", "_high"))
-    if left is None:
+    if left is None or left - gone < 0.5:
         return ""
     if low is None or high is None:
         return f"{_about(left - gone)} unless leases are renewed"

@@ -20,6 +20,8 @@ from typing import NamedTuple, TypeAlias
 
 from gpuscale.allocator.domain.model import BOOKING_LABEL, EndCause, Order, Reservation
 
+ENOUGH = 3
+"""Samples below which nothing is estimated."""
 KEPT = 64
 """Samples kept per group."""
 DECAY = 0.95
@@ -95,9 +97,9 @@ class Durations:
         self._new.clear()
 
     def remaining(self, kin: Kin, age: float = 0.0) -> Span | None:
-        """How much longer a reservation of this age will last; None if nothing was learned."""
+        """How much longer a reservation of this age will last; None if too little was learned."""
         self._learn()
-        if not self._samples:
+        if self._count < ENOUGH:
             return None
         # Logarithms of samples, shortest first, the cumulative sums of their weights, and the samples.
         known = self._profiles.get(kin)
