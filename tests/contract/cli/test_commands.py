@@ -616,6 +616,10 @@ def test_version_names_the_programs_of_the_services_that_answer(ctl: Any, world:
     assert names > {"autoscaler", "nodes/host-1", "adapters/host-1"}
     assert "the allocator is down" in ran.err
     world.refuse["ListNodes"] = AWAY
+    waiting.job.queue_position = 0
+    assert "\nwaits, next in the queue: no room\n" in ctl("explain", "reservation", "r9").out, (
+        "as `reserve` says"
+    )
     tell(world, (VIA_KEY, "0.4.0"), method="ListEndpoints")  # the gateway, beside answers of any service
     assert "0.4.0" in {one["version"] for one in json.loads(ctl("version", "-o", "json").out)["versions"]}
 

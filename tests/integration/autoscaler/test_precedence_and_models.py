@@ -161,7 +161,7 @@ async def test_a_place_in_the_queue_is_left_with_the_replica(tmp_path: Path) -> 
     async with site(tmp_path, node_message("n", count=1)) as one:
         held = await Client(one.client.allocator).reserve()
         await one.create("chat", low=1, high=1, priority=10)
-        assert "0 before it in the allocator's queue" in await one.said(CHAT, "NO_CAPACITY")
+        assert "next in the allocator's queue" in await one.said(CHAT, "NO_CAPACITY")
         quotas = await one.client.quotas.ListQuotas(allocator_api.ListQuotasRequest())
         assert sum(quota.waiting_count for quota in quotas.quotas) == 1
         await one.autoscaler.delete(CHAT)
@@ -275,7 +275,7 @@ async def test_who_waits_in_the_queue_takes_what_becomes_free_first(tmp_path: Pa
         await client.reserve(models=["H100"])
         held = await client.reserve(4, models=["A100"])
         await create(one, 1, low=1, high=1, priority=1, preempt_after=to_duration(3600))
-        assert "before it in the allocator's queue" in await one.said(JOBS, "NO_CAPACITY")
+        assert "next in the allocator's queue" in await one.said(JOBS, "NO_CAPACITY")
         await client.release(held)
         await on(one, a100=1)
         assert await one.said(JOBS, "CLAMPED_TO_MAX") == "max_replicas is 1", "half of what is wanted"

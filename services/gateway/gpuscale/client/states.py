@@ -144,7 +144,12 @@ def _about(seconds: float) -> str:
     return f"{seconds / 86_400:.0f} d"
 
 
+def standing(position: int) -> str:
+    """A position in the queue, in words."""
+    return f"{position} before it" if position else "next in the queue"
+
+
 def queued(job: allocator_api.Job) -> str:
-    """The queue position of a waiting job."""
+    """The queue position of a waiting job, and why it waits."""
     about = estimate(job)
-    return f"{job.queue_position} before it: {job.queue_reason}" + (f" ({about})" if about else "")
+    return f"{standing(job.queue_position)}: {job.queue_reason}" + (f" ({about})" if about else "")

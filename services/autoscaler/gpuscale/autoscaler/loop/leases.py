@@ -125,7 +125,8 @@ class Places:
             raise errors.UnavailableError("no answer to a request for GPUs") from None
         if not place.over and stays:
             before = place.waits.position if place.waits else 0
-            raise StandsInQueueError(f"{before} before it in the allocator's queue; {place.refusal.message}")
+            where = f"{before} before it" if before else "next"
+            raise StandsInQueueError(f"{where} in the allocator's queue; {place.refusal.message}")
         await self.leave(replica.id)
         if place.answer is not None:
             return place.answer

@@ -332,6 +332,7 @@ def grant(client: "Client", request: "api.ReserveRequest") -> "api.ReserveRespon
     Raises GpuscaleError: it was refused, the wait timed out, or the grant of the request id has ended.
     """
     from gpuscale.client.lease import expect_held
+    from gpuscale.client.states import standing
 
     if not request.HasField("wait"):
         granted = client.allocator.Reserve(request)
@@ -347,9 +348,8 @@ def grant(client: "Client", request: "api.ReserveRequest") -> "api.ReserveRespon
                 expect_held(message.reservation)
                 return api.ReserveResponse(reservation=message.reservation, lease_token=message.lease_token)
             place = message.waiting
-            before = f"{place.position} before it" if place.position else "next in the queue"
             progress.tell(
-                f"{before}: {place.message}" + (f" [{place.order}]" if place.order else ""),
+                f"{standing(place.position)}: {place.message}" + (f" [{place.order}]" if place.order else ""),
                 partial(_served_in, place),
                 wire.seconds(place.waited),
             )
