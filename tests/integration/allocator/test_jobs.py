@@ -162,7 +162,8 @@ async def test_a_place_that_is_kept_outlives_caller_and_allocator_and_is_granted
         known = (await client.renew(first)).job
         assert (known.state, (await client.get(first.name)).job.queue_position) == (STATES.STATE_WAITING, 0)
         assert [one.job.queue_position for one in (await client.page()).reservations[1:]] == [0, 1]
-        assert "GPU" in (await client.get(first.name)).job.queue_reason
+        waits = await client.get(first.name)
+        assert ("GPU" in waits.job.queue_reason, waits.asked_gpu_count) == (True, 8)
         await client.release(held)
 
         async def has_gpus() -> Reservation | None:

@@ -636,6 +636,7 @@ class Reservation(_message.Message):
     LIMIT_TIME_FIELD_NUMBER: _builtins.int
     NOTES_FIELD_NUMBER: _builtins.int
     GRANT_TIME_FIELD_NUMBER: _builtins.int
+    ASKED_GPU_COUNT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """reservations/{reservation}; ids are never used again."""
     holder: _builtins.str
@@ -668,6 +669,8 @@ class Reservation(_message.Message):
     """Why it ended, or is about to, in words; empty while nothing is amiss."""
     end_cause: Global___Reservation.EndCause.ValueType
     """The same as end_reason, for programs."""
+    asked_gpu_count: _builtins.int
+    """How many GPUs it waits for, over all members; 0 where it did not wait with its place."""
     @_builtins.property
     def gpus(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReservedGpu]:
         """Its GPUs, in the order they were chosen."""
@@ -757,10 +760,11 @@ class Reservation(_message.Message):
         limit_time: _timestamp_pb2.Timestamp | None = ...,
         notes: _abc.Iterable[_builtins.str] | None = ...,
         grant_time: _timestamp_pb2.Timestamp | None = ...,
+        asked_gpu_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "end_time", b"end_time", "expire_time", b"expire_time", "grant_time", b"grant_time", "job", b"job", "limit_time", b"limit_time", "remaining", b"remaining", "revoke_time", b"revoke_time", "ttl", b"ttl", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cpu_milli", b"cpu_milli", "create_time", b"create_time", "end_cause", b"end_cause", "end_reason", b"end_reason", "end_time", b"end_time", "expire_time", b"expire_time", "fence", b"fence", "gpus", b"gpus", "grant_time", b"grant_time", "holder", b"holder", "host_memory_bytes", b"host_memory_bytes", "job", b"job", "labels", b"labels", "limit_time", b"limit_time", "member_count", b"member_count", "name", b"name", "notes", b"notes", "owner", b"owner", "policy", b"policy", "preemptible", b"preemptible", "priority", b"priority", "remaining", b"remaining", "request_id", b"request_id", "revoke_time", b"revoke_time", "state", b"state", "tenant", b"tenant", "ttl", b"ttl", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked_gpu_count", b"asked_gpu_count", "cpu_milli", b"cpu_milli", "create_time", b"create_time", "end_cause", b"end_cause", "end_reason", b"end_reason", "end_time", b"end_time", "expire_time", b"expire_time", "fence", b"fence", "gpus", b"gpus", "grant_time", b"grant_time", "holder", b"holder", "host_memory_bytes", b"host_memory_bytes", "job", b"job", "labels", b"labels", "limit_time", b"limit_time", "member_count", b"member_count", "name", b"name", "notes", b"notes", "owner", b"owner", "policy", b"policy", "preemptible", b"preemptible", "priority", b"priority", "remaining", b"remaining", "request_id", b"request_id", "revoke_time", b"revoke_time", "state", b"state", "tenant", b"tenant", "ttl", b"ttl", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

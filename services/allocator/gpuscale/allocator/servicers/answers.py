@@ -86,8 +86,10 @@ def put_reservation(message: api.Reservation, reservation: Reservation, now: flo
             made.labels.update(reservation.labels)
         _put_seconds(made.ttl, reservation.ttl)
         wire.put_timestamp(made.create_time, reservation.created)
-        if reservation.wanted and reservation.wanted.granted:
-            wire.put_timestamp(made.grant_time, reservation.wanted.granted)
+        if (wanted := reservation.wanted) is not None:
+            made.asked_gpu_count = wanted.ask.member_count * wanted.ask.gpu_count
+            if wanted.granted:
+                wire.put_timestamp(made.grant_time, wanted.granted)
         for gpu in reservation.gpus:
             put_gpu(made.gpus.add(), gpu)
         known = _known[reservation.id] = reservation.gpus, lasting, made

@@ -142,7 +142,8 @@ def _reservations(client: "Client", about: "lookup.About") -> Iterator[EventLine
 def _of_reservation(one: "Reservation") -> "Iterator[tuple[Timestamp, str, str]]":
     """When something happened to a reservation, what, and where or why."""
     earlier = one.job.earlier
-    count = counted(len(one.gpus), "GPU") if one.gpus else "GPUs"
+    number = len(one.gpus) or one.asked_gpu_count
+    count = counted(number, "GPU") if number else "GPUs"
     nodes = ", ".join(dict.fromkeys([cells.short(ran.node) for ran in earlier[:1]] or map(node_of, one.gpus)))
     kept = one.job.attempt <= len(earlier) + 1  # the first attempt
     gpus = f"{count} of {nodes}" if nodes and kept else ""

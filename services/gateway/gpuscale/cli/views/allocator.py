@@ -102,7 +102,7 @@ JOBS = View[api.Reservation](
         Column("STATE", _job_state),
         Column("EXIT", lambda one: number(one.job, "exit_code")),
         Column("NODE", lambda one: _nodes(one.gpus)),
-        Column("GPUS", lambda one: str(len(one.gpus)), spare=True),
+        Column("GPUS", lambda one: str(len(one.gpus) or one.asked_gpu_count), spare=True),
         Column("AGE", lambda one: since(one, "create_time"), moving=True),
         Column("HOLDER", lambda one: holder(one.holder), wide=True),
         Column("LEFT", _left, wide=True, moving=True),
