@@ -75,7 +75,7 @@ def explain_endpoint(session: Session, name: str, last: int, at: datetime | None
         lines += [
             "",
             f"evaluated now: {wanted}: {now.decision.summary}",
-            *autoscaler_views.outlook_lines(endpoint, now),
+            *autoscaler_views.outlook_lines(endpoint, now, decisions[:1]),
         ]
     write_lines([*lines, *chosen, *_verdict_lines(verdict)])
     _require_equal(verdict)

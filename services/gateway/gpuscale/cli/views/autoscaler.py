@@ -1,6 +1,6 @@
 """Endpoints with their replicas, rules and decisions; queue watchers, adapters and reported metrics; presets and backtests."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 
@@ -257,8 +257,10 @@ def evaluation_lines(found: api.EvaluateResponse) -> list[str]:
     return lines
 
 
-def outlook_lines(endpoint: api.Endpoint, found: api.EvaluateResponse) -> list[str]:
-    """What would change the count of an endpoint, and when it may change next."""
+def outlook_lines(
+    endpoint: api.Endpoint, found: api.EvaluateResponse, latest: Sequence[api.Decision]
+) -> list[str]:
+    """What would change the count of an endpoint, and when it may change next, also by its latest decision."""
     seen = found.decision.observations
     absent = [one.signal for one in seen if one.status != api.Observation.STATUS_OK]
     known = [one.signal for one in seen if one.status == api.Observation.STATUS_OK]
@@ -276,7 +278,14 @@ def outlook_lines(endpoint: api.Endpoint, found: api.EvaluateResponse) -> list[s
     else:
         tick = seconds(endpoint.spec.tick) or DEFAULT_TICK
         when = f"when signals do: they are read every {format_duration(tick)}"
-    return [*lines, f"when it may change next: {when}"]
+    # `replicas failed (why): the next one starts in 8.0 s`
+    backing_off = [
+        f"what failed is tried again: {step.text.rpartition(': ')[2]}, as of {since(one, 'last_time')} ago"
+        for one in latest
+        for step in one.steps
+        if step.code == api.DecisionCode.DECISION_CODE_BACK_OFF
+    ]
+    return [*lines, f"when it may change next: {when}", *backing_off]
 
 
 PRESETS = View[api.Preset](
