@@ -240,6 +240,25 @@ def test_a_job_in_detail_tells_why_it_ended(
     assert "member 0: " not in ctl("get", "job", "jobs/r9").out
 
 
+def test_of_a_reason_that_is_cut_the_whole_is_below_the_table(
+    ctl: Any, world: canned.World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its end says the cause."""
+    monkeypatch.setattr("gpuscale.cli.console.output.terminal_width", lambda: 80)
+    monkeypatch.setattr("gpuscale.cli.commands.get.terminal_width", lambda: 80)
+    failing = deepcopy(canned.ENDPOINT)
+    failing.status.summary = (
+        f"stays at 1, 0 granted: replicas failed ({'no such model: ' * 4}the next one starts"
+    )
+    world.things[failing.name] = failing
+    shown = ctl("get", "endpoints").out
+    assert failing.status.summary in " ".join(shown.split())
+    assert max(map(len, shown.splitlines())) <= 80
+    assert failing.status.summary not in ctl("get", "endpoints", "-l", "name=other").out
+    for form in ("name", "wide"):
+        assert "\njobs: " not in ctl("get", "endpoints", "-o", form).out
+
+
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_the_name_of_a_policy_gives_the_list_of_its_acts(ctl: Any, world: canned.World, count: int) -> None:
     """It crashed where there were none, and showed the newest alone."""

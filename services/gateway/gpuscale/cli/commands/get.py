@@ -12,6 +12,7 @@ from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.cli.commands.watching import GetCommand
 from gpuscale.cli.console import lookup
+from gpuscale.cli.console.cells import short
 from gpuscale.cli.console.command import Session, command, names, names_of
 from gpuscale.cli.console.errors import known
 from gpuscale.cli.console.output import Chosen, name_of, to_dict
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
 
     from gpuscale.cli.console.cells import View
+    from gpuscale.cli.console.output import Output
     from gpuscale.client import Client
     from gpuscale.client.states import Marks
 
@@ -110,6 +112,7 @@ def _show(
     *,
     gpu: str = "",
     time: "wire.TimeRange | None" = None,
+    below: "Callable[[Output, Sequence[M]], Sequence[str]] | None" = None,
     **asked: object,
 ) -> None:
     with session.connect() as client:
@@ -117,6 +120,11 @@ def _show(
         about.gpu, about.time = gpu and lookup.gpu_uuid(client, gpu), time or about.time
         found = read(client, typed, about, **asked)
     _write(session, found, view, typed)
+    output = session.output
+    if below and output.human and output.chosen.watched is None:
+        kept, _ = output.chosen.pick(found, view)
+        lines = below(output, kept)
+        write_lines(["", *lines] if lines else [])
 
 
 def _about(session: Session, view: "View[M] | None" = None, fields: Sequence[str] = ()) -> "lookup.About":
@@ -209,12 +217,17 @@ def jobs(session: Session, name: Names, ended: bool) -> None:
         write_lines([*lines, "", *command, *why])
 
 
-endpoints = _listing(
-    "endpoints",
-    "endpoints jobs -o yaml",
-    lambda: autoscaler.ENDPOINTS,
-    "Scaled workloads: bounds, desired, granted and ready replicas, and why.",
-)
+@get("endpoints", "endpoints jobs -o yaml")
+def endpoints(session: Session, name: Names) -> None:
+    """Scaled workloads: bounds, desired, granted and ready replicas, and why; below the table, what is cut of that."""
+    _show(session, name, autoscaler.ENDPOINTS, lookup.endpoints, below=_cut_reasons)
+
+
+def _cut_reasons(output: "Output", found: "Sequence[autoscaler_api.Endpoint]") -> list[str]:
+    """The reasons of endpoints that do not fit a table: their ends say the causes."""
+    width, table = terminal_width() or 0, "\n".join(output.table(found, autoscaler.ENDPOINTS))
+    told = [f"{short(one.name)}: {one.status.summary}" for one in found if one.status.summary not in table]
+    return [line for one in told for line in wrap(one, width or len(one), subsequent_indent="  ")]
 
 
 @get("replicas", "replicas --endpoint jobs -l state=ready")
