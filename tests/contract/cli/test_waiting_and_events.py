@@ -298,6 +298,20 @@ def test_events_are_about_any_name_that_other_commands_take(
         assert [json.loads(line)["kind"] for line in about if "health" not in line] == kinds, name
 
 
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        ("--about job", "none about job, and nothing that is there now has this name; did you mean jobs?\n"),
+        ("--about job -o json", "none about job, and nothing that is there now has this name; did you mean"),
+        ("--about jobs --kind health", "none about jobs\n"),
+        ("--about zzzzz", "none about zzzzz, and nothing that is there now has this name\n"),
+    ],
+)
+def test_events_about_what_nobody_knows_say_so(ctl: Any, typed: str, told: str) -> None:
+    ran = ctl("events", "--since", EVER, *typed.split())
+    assert (ran.code, told in ran.err) == (0, True), ran.err
+
+
 def attempt(node: str, at: int, **known: Any) -> Any:
     """An attempt of a job that began then, was asked to save its work after 20 s, and left 10 s later."""
     made = canned.allocator_api.JobMember(node=f"nodes/{node}", **known)

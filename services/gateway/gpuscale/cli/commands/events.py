@@ -6,7 +6,8 @@ Times are of the servers' wall clocks.
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import click
@@ -14,6 +15,7 @@ import click
 from gpuscale.cli.commands.get import OF_GPU
 from gpuscale.cli.console import cells, lookup
 from gpuscale.cli.console.command import NOBODY, Session, command
+from gpuscale.cli.console.errors import known
 from gpuscale.cli.console.lookup import Streams
 from gpuscale.cli.console.output import ABSENT, Chosen
 from gpuscale.cli.console.terminal import note
@@ -97,7 +99,23 @@ def events(session: Session, when: When, kind: tuple[str, ...], about: str, gpu:
             sys.stdout.flush()
             watched.streams.pause(EVERY, away=bool(down))
             first = False
-    output.note_none(found)
+        if not found and about and not watch:
+            note(_nobody(client, about))
+    if not about:
+        output.note_none(found)
+
+
+def _nobody(client: "Client", about: str) -> str:
+    """What to say where no event is about a name; also whether something has it now, or one like it."""
+    there = dict[str, EventLine]()
+    for kind in ("nodes", "gpus", "endpoints", "replicas", "reservations"):
+        for one in known(kind, partial(lookup.READERS[kind], client)) or ():
+            title = one.job.title if kind == "reservations" else ""
+            there[cells.short(one.name)] = EventLine(datetime.now(UTC), kind[:-1], one.name, "", title)
+    if any(one.concerns(canonical(about)) for one in there.values()):
+        return f"none about {about}"
+    _, meant, nearest = near(about, there).partition("; did you mean")
+    return f"none about {about}, and nothing that is there now has this name{meant}{nearest}"
 
 
 def found_events(
@@ -166,6 +184,7 @@ def _of_reservation(one: "Reservation") -> "Iterator[tuple[Timestamp, str, str]]
 def _how_ended(one: "Reservation") -> str:
     """Why a reservation ended, and how its job did, as `get job` shows it."""
     from gpuscale.client.jobs import why_ended
+    from gpuscale.client.states import often
 
     if not one.HasField("job"):
         return one.end_reason
@@ -184,7 +203,6 @@ def _replicas(client: "Client", about: "lookup.About") -> Iterator[EventLine]:
             code = f"exit code {one.exit_code}" if one.HasField("exit_code") else ""
             yield _event(
                 one.end_time, "replica", one.name, cells.word(one, "state").lower(), code, one.reason
-    from gpuscale.client.states import often
             )
 
 
