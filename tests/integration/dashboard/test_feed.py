@@ -1,12 +1,16 @@
-"""What the dashboard asks of the services: streams while somebody looks, and no call beside them."""
+"""What the dashboard asks of the services: streams while somebody looks, and a question to each now and then."""
 
 import asyncio
 from collections import Counter
+from collections.abc import Generator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from gpuscale.client import UnauthenticatedError
+from gpuscale.common.errors import DeadlineExceededError
+from gpuscale.common.rpc.status import PROBLEM_KEY
 from gpuscale.dashboard import feed as feeding
 from gpuscale.dashboard.facts import Facts
 from gpuscale.dashboard.feed import Feed
@@ -14,7 +18,7 @@ from gpuscale.testing import FakeServer
 from tests.support.waiting import eventually
 
 KINDS = "Nodes Reservations Health Bookings Cordons Endpoints Replicas Recordings"
-SHOWN = {f"Watch{kind}" for kind in KINDS.split()}
+SHOWN = {f"Watch{kind}" for kind in KINDS.split()} | {"ListNodes", "ListReservations", "ListEndpoints"}
 QUIET = 1.0
 """Seconds in which a feed that asks would ask."""
 
@@ -30,14 +34,16 @@ class Counting:
         if name.islower():
             return Counting(found, self._calls)
 
-        def call(request: Any) -> Any:
+        def call(request: Any, **more: Any) -> Any:
             self._calls[name] += 1
-            return found(request)
+            return found(request, **more)
 
         return call
 
 
-async def test_it_streams_while_somebody_looks_and_asks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_it_streams_and_asks_while_somebody_looks_and_nothing_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """What a feed calls before somebody looks, meanwhile and after."""
     calls, facts = Counter[str](), Facts()
 
@@ -49,6 +55,7 @@ async def test_it_streams_while_somebody_looks_and_asks_nothing(monkeypatch: pyt
         calls.clear()
 
     monkeypatch.setattr(feeding, "LINGER", 60.0)
+    monkeypatch.setattr(feeding, "ASK", 60.0)
     with FakeServer(gpus=2) as server:
         async with server.connect_async() as client:
             counting: Any = Counting(client, calls)
@@ -77,3 +84,35 @@ async def test_what_an_operator_has_to_do_is_told_where_the_dashboard_has_no_tok
             feed.look()
             await eventually(lambda: "nodes" in facts.problems)
     assert "--token-file" in facts.problems["nodes"]
+
+
+async def test_a_service_that_hangs_or_cannot_write_is_told_while_its_streams_stay_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A page said `live` until gRPC's keepalive found a frozen gateway, for up to 30 s."""
+    hangs, trouble = DeadlineExceededError("no answer in 4 s"), "the fleet cannot write its state"
+    answers = iter([hangs, hangs, ((PROBLEM_KEY, trouble),), ((PROBLEM_KEY, trouble),), hangs, (), ()])
+    facts, seen = Facts(), list[tuple[dict[str, str], list[str]]]()
+
+    class Call:
+        def __init__(self) -> None:
+            self.answer = next(answers, ())
+
+        def __await__(self) -> Generator[None]:
+            seen.append((dict(facts.problems), facts.wrong))
+            yield
+            if isinstance(self.answer, Exception):
+                raise self.answer
+
+        async def trailing_metadata(self) -> Any:
+            return self.answer
+
+    monkeypatch.setattr(feeding, "ASK", 0.0)
+    client: Any = Mock(fleet=Mock(ListNodes=lambda *_, **__: Call()))
+    asking = asyncio.create_task(Feed(client, facts)._ask("fleet"))
+    await eventually(lambda: len(seen) > 7)
+    asking.cancel()
+    lost = {"fleet": hangs.message}, ["fleet: no answer in 4 s"]
+    assert seen[:4] == [({}, []), lost, lost, ({}, [trouble])]
+    assert seen[5][1] == ["fleet: no answer in 4 s", trouble]
+    assert seen[6:8] == [({}, [])] * 2

@@ -13,7 +13,7 @@ from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.client.states import gpu_state, marks, node_state
-from gpuscale.dashboard.humanize import known
+from gpuscale.dashboard.humanize import known, problems
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +70,7 @@ class Facts:
 
     version: int = 0
     problems: dict[str, str] = field(default_factory=dict[str, str])
+    troubles: dict[str, str] = field(default_factory=dict[str, str])
     nodes: Mapping[str, monitor_api.Node] = field(default_factory=dict[str, monitor_api.Node])
     reservations: Collection[allocator_api.Reservation] = ()
     bookings: Collection[allocator_api.Booking] = ()
@@ -93,6 +94,18 @@ class Facts:
         if self.problems.get(source) != problem:
             self.problems[source] = problem
             self.changed()
+
+    def told(self, service: str, trouble: str) -> None:
+        """Record that a service answers, and what it says is wrong with it; empty for nothing."""
+        self.heard(service)
+        if self.troubles.get(service, "") != trouble:
+            self.troubles[service] = trouble
+            self.changed()
+
+    @property
+    def wrong(self) -> list[str]:
+        """What cannot be read and why, and what is wrong with services, in words."""
+        return [*filter(None, (problems(self.problems), *self.troubles.values()))]
 
     def gpus(self) -> list[GpuSummary]:
         """Every GPU, by node and index, with its holders."""

@@ -11,6 +11,8 @@ from gpuscale.api.allocator import v1 as allocator
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.client import AsyncClient, GpuscaleError, Mirror
+from gpuscale.common.errors import DeadlineExceededError
+from gpuscale.common.rpc.status import PROBLEM_KEY
 from gpuscale.common.runtime.tasks import Backoff, TaskScope, pause_before_retry
 from gpuscale.common.wire import to_duration
 from gpuscale.dashboard.facts import Facts
@@ -34,6 +36,15 @@ SOURCES: dict[str, tuple[str, str, str, type[Any]]] = {
     "recordings": ("recordings", "recordings", "WatchRecordings", monitor_api.WatchRecordingsRequest),
 }
 """The attribute of the facts by source, and the service, method and request that watch it."""
+ASK = 4.0
+"""Seconds between two questions to a service, and for its answer."""
+SERVICES: dict[str, tuple[str, str, type[Any]]] = {
+    "fleet": ("fleet", "ListNodes", monitor_api.ListNodesRequest),
+    "allocator": ("allocator", "ListReservations", allocator.ListReservationsRequest),
+    "autoscaler": ("endpoints", "ListEndpoints", autoscaler_api.ListEndpointsRequest),
+}
+"""The client's service, method and request by which a service is asked: its answer tells of its trouble, and a stream of one that
+hangs, or of whose gateway does, ends after 30 s only."""
 
 
 class Feed:
@@ -64,12 +75,31 @@ class Feed:
             async with TaskScope() as scope:
                 for source in SOURCES:
                     scope.spawn(source, self._again(source))
+                for service in SERVICES:
+                    scope.spawn(service, self._ask(service))
                 with suppress(TimeoutError):
                     while True:
                         self._looked.clear()
                         await asyncio.wait_for(self._looked.wait(), LINGER)
             for source in SOURCES:
                 self._facts.lost(source, CONNECTING)  # until it is heard again, its facts are old
+            for service in SERVICES:
+                self._facts.told(service, "")
+
+    async def _ask(self, service: str) -> None:
+        """Ask a service now and then whether it answers, and what it says is wrong with it."""
+        name, method, kind = SERVICES[service]
+        while True:
+            call = getattr(getattr(self._client, name), method)(kind(page_size=1), timeout=ASK)
+            try:
+                await call
+                trailing = await call.trailing_metadata()
+                self._facts.told(service, str(dict(trailing or ()).get(PROBLEM_KEY, "")))
+            except DeadlineExceededError as error:
+                self._facts.lost(service, error.message)
+            except GpuscaleError:
+                self._facts.heard(service)  # that its streams end too, they tell
+            await asyncio.sleep(ASK)
 
     async def _again(self, source: str) -> None:
         """Watch, and reopen the stream whenever it ends: each stream begins with the full state."""

@@ -17,7 +17,6 @@ from nicegui.events import GenericEventArguments
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.client import AsyncClient, GpuscaleError
 from gpuscale.common.wire import to_duration
-from gpuscale.dashboard import humanize
 from gpuscale.dashboard.charts import NIGHT, Options
 from gpuscale.dashboard.facts import Facts
 from gpuscale.dashboard.feed import CONNECTING, LINGER
@@ -119,8 +118,8 @@ def page(site: DashboardSite, title: str) -> Generator[None]:
         problems = site.facts.problems
         lost = "connection lost" if {*problems.values()} - {CONNECTING} else CONNECTING
         badge.text = lost if problems else "live"
-        warning.text = humanize.problems(problems)
-        warning.set_visibility(bool(problems))
+        warning.text = "; ".join(site.facts.wrong)
+        warning.set_visibility(bool(warning.text))
         body.classes(add="gs-stale") if problems else body.classes(remove="gs-stale")
 
     live(site.facts, show)

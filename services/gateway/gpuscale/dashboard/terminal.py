@@ -406,7 +406,7 @@ class Top(App[None]):
         head, told = self.query_one("#head", Static), ("PAUSED  " if self._paused else "") + words
         if head.content != told:
             head.update(told, layout=False)
-        problem, told = self.query_one("#problem", Static), humanize.problems(facts.problems)
+        problem, told = self.query_one("#problem", Static), "; ".join(facts.wrong)
         if problem.content != told:
             problem.update(told)
             problem.display = bool(told)
