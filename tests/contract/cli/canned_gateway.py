@@ -54,102 +54,73 @@ NODE = monitor_api.Node(
         seq=7,
         age=Duration(seconds=1),
         simulated=True,
-        host=types_api.Host(hostname="host-1", operating_system="Linux 6.1", boot_id=read_boot_id()),
-        host_reading=types_api.HostReading(
-            cpu_percent=12.5,
-            load_1m=0.5,
-            load_5m=0.25,
-            load_15m=0.125,
-            cpu_count=16,
-            memory_used_bytes=4 * GIB,
-            memory_total_bytes=64 * GIB,
-        ),
+        host={"hostname": "host-1", "operating_system": "Linux 6.1", "boot_id": read_boot_id()},
+        host_reading={
+            "cpu_percent": 12.5, "cpu_count": 16, "load_1m": 0.5, "load_5m": 0.25, "load_15m": 0.125,
+            "memory_used_bytes": 4 * GIB, "memory_total_bytes": 64 * GIB,
+        },
         gpus=[
-            gpu(
-                0,
-                utilization_percent=37.0,
-                memory_used_bytes=20 * GIB,
-                memory_free_bytes=60 * GIB,
-                temperature_celsius=55.0,
-                power_watts=210.5,
-            ),
+            gpu(0, utilization_percent=37.0, temperature_celsius=55.0, power_watts=210.5,
+                memory_used_bytes=20 * GIB, memory_free_bytes=60 * GIB),
             gpu(1),
         ],
     ),
-)
+)  # fmt: skip
 PROCESS = monitor_api.NodeProcess(
     name=f"{NODE.snapshot.gpus[0].name}/processes/4711",
     gpu=NODE.snapshot.gpus[0].name,
-    process=types_api.GpuProcess(
-        pid=4711,
-        memory_used_bytes=20 * GIB,
-        utilization_percent=61,
-        user="ann",
-        program="python train.py",
-        reservation="reservations/r1",
-        start_time=LONG_AGO,
-    ),
-)
+    process={
+        "pid": 4711, "user": "ann", "program": "python train.py", "reservation": "reservations/r1",
+        "memory_used_bytes": 20 * GIB, "utilization_percent": 61, "start_time": LONG_AGO,
+    },
+)  # fmt: skip
 RESERVATION = allocator_api.Reservation(
     name="reservations/r1",
     holder="training",
-    job=allocator_api.Job(
-        title="r1",
-        command="python train.py",
-        state=allocator_api.Job.STATE_RUNNING,
-        members=[allocator_api.JobMember(node="nodes/host-1", pid=7)],
-    ),
-    state=allocator_api.Reservation.STATE_ACTIVE,
+    job={
+        "title": "r1", "command": "python train.py", "state": "STATE_RUNNING",
+        "members": [{"node": "nodes/host-1", "pid": 7}],
+    },
+    state="STATE_ACTIVE",
     fence=41,
     gpus=[
-        allocator_api.ReservedGpu(
-            name=f"nodes/host-1/gpus/{UUIDS[0].lower()}",
-            node="host-1",
-            uuid=UUIDS[0],
-            model="Test GPU",
-            simulated=True,
-            score=allocator_api.GpuScore(
-                total=0.702,
-                parts=[
-                    allocator_api.ScorePart(name="memory", value=0.75, weight=0.6),
-                    allocator_api.ScorePart(name="utilization", value=0.63, weight=0.4),
+        {
+            "name": f"nodes/host-1/gpus/{UUIDS[0].lower()}", "node": "host-1", "uuid": UUIDS[0],
+            "model": "Test GPU", "simulated": True,
+            "score": {
+                "total": 0.702,
+                "parts": [
+                    {"name": "memory", "value": 0.75, "weight": 0.6},
+                    {"name": "utilization", "value": 0.63, "weight": 0.4},
                 ],
-            ),
-        )
+            },
+        }
     ],
     ttl=Duration(seconds=60),
     remaining=Duration(seconds=42),
     create_time=LONG_AGO,
-    policy=allocator_api.PlacementPolicy.PLACEMENT_POLICY_SPREAD,
+    policy="PLACEMENT_POLICY_SPREAD",
     owner="local",
-)
+)  # fmt: skip
 ENDPOINT = autoscaler_api.Endpoint(
     name="endpoints/jobs",
-    spec=autoscaler_api.EndpointSpec(
-        min_replicas=0,
-        max_replicas=4,
-        template=autoscaler_api.ReplicaTemplate(template="worker", gpu_count=1),
-    ),
-    status=autoscaler_api.EndpointStatus(
-        desired_replicas=3,
-        granted_replicas=2,
-        ready_replicas=2,
-        summary="wants 3, 2 fit on the GPUs there are",
-    ),
+    spec={"min_replicas": 0, "max_replicas": 4, "template": {"template": "worker", "gpu_count": 1}},
+    status={
+        "desired_replicas": 3, "granted_replicas": 2, "ready_replicas": 2,
+        "summary": "wants 3, 2 fit on the GPUs there are",
+    },
     etag="e1",
     create_time=LONG_AGO,
-)
+)  # fmt: skip
 WATCHER = autoscaler_api.QueueWatcher(
     name="watchers/jobs",
-    spec=autoscaler_api.QueueWatcherSpec(broker="default", queue="jobs"),
-    status=autoscaler_api.QueueWatcherStatus(
-        state=autoscaler_api.QueueWatcherStatus.STATE_OK, ready_count=12, age=Duration(seconds=1)
-    ),
+    spec={"broker": "default", "queue": "jobs"},
+    status={"state": "STATE_OK", "ready_count": 12, "age": Duration(seconds=1)},
     etag="w1",
 )
 REPLICA = autoscaler_api.Replica(
     name="endpoints/jobs/replicas/p1",
-    state=autoscaler_api.Replica.STATE_READY,
+    state="STATE_READY",
     adapter="adapters/host-1",
     node="nodes/host-1",
     gpu_uuids=[UUIDS[0]],
@@ -163,38 +134,25 @@ DECISION = autoscaler_api.Decision(
     last_time=LONG_AGO,
     count=3,
     observations=[
-        autoscaler_api.Observation(
-            signal="depth", value=12.0, age=Duration(seconds=1), status=autoscaler_api.Observation.STATUS_OK
-        ),
-        autoscaler_api.Observation(
-            signal="other",
-            status=autoscaler_api.Observation.STATUS_MISSING,
-            detail="the broker is unreachable",
-        ),
+        {"signal": "depth", "value": 12.0, "age": Duration(seconds=1), "status": "STATUS_OK"},
+        {"signal": "other", "status": "STATUS_MISSING", "detail": "the broker is unreachable"},
     ],
     steps=[
-        autoscaler_api.DecisionStep(
-            stage=autoscaler_api.DecisionStep.STAGE_RULE,
-            rule="up",
-            before=2,
-            after=3,
-            code="DECISION_CODE_FIRED",
-            text="12 > 10",
-        ),
-        autoscaler_api.DecisionStep(
-            stage=autoscaler_api.DecisionStep.STAGE_GPU,
-            before=3,
-            after=2,
-            code="DECISION_CODE_NO_CAPACITY",
-            text="one GPU missing",
-        ),
+        {
+            "stage": "STAGE_RULE", "rule": "up", "before": 2, "after": 3,
+            "code": "DECISION_CODE_FIRED", "text": "12 > 10",
+        },
+        {
+            "stage": "STAGE_GPU", "before": 3, "after": 2,
+            "code": "DECISION_CODE_NO_CAPACITY", "text": "one GPU missing",
+        },
     ],
     before=2,
     wanted=3,
     granted=2,
     limited_by="DECISION_CODE_NO_CAPACITY",
     summary="queue is long, GPUs are short",
-)
+)  # fmt: skip
 CORDON = allocator_api.Cordon(
     name="nodes/host-1/cordon",
     target="nodes/host-1",
@@ -209,9 +167,7 @@ QUOTA = allocator_api.Quota(
 )
 USED = allocator_api.UsageRow(labels={"team": "vision"}, granted_gpu_microseconds=7_200_000_000)
 STATISTICS = allocator_api.GpuStatistics(name=NODE.snapshot.gpus[0].name, model="H100", energy_joules=7200)
-RECORDING = monitor_api.Recording(
-    name="recordings/nightly", state=monitor_api.Recording.STATE_RUNNING, start_time=LONG_AGO
-)
+RECORDING = monitor_api.Recording(name="recordings/nightly", state="STATE_RUNNING", start_time=LONG_AGO)
 EVENT = monitor_api.HealthEvent(
     name="healthEvents/7",
     node=NODE.name,
@@ -225,14 +181,12 @@ EVENT = monitor_api.HealthEvent(
 BOOKING = allocator_api.Booking(
     name="bookings/demo",
     owner="ann",
-    state=allocator_api.Booking.STATE_BOOKED,
+    state="STATE_BOOKED",
     start_time=LONG_AGO,
     end_time=LONG_AGO,
     gpus=["nodes/host-1/gpus/gpu-a", "nodes/host-1/gpus/gpu-b"],
 )
-POLICY = allocator_api.UsePolicy(
-    name="policies/idle", spec=allocator_api.UsePolicySpec(condition="USE_CONDITION_IDLE")
-)
+POLICY = allocator_api.UsePolicy(name="policies/idle", spec={"condition": "USE_CONDITION_IDLE"})
 ACT = allocator_api.PolicyAct(
     name="policies/idle/acts/1", policy=POLICY.name, subject="reservations/r1", time=LONG_AGO, reason="idle"
 )
@@ -259,31 +213,23 @@ LETTER = allocator_api.Notification(name="targets/lab/notifications/1", dead=Tru
 OUTLOOK = allocator_api.ExplainPlacementResponse(
     message="no room now",
     reason="NO_ROOM_REASON_NO_CAPACITY",
-    constraints=[
-        allocator_api.ConstraintEffect(
-            constraint="OBSTACLE_HELD", removed_in_order_count=1, removed_alone_count=1
-        )
-    ],
+    constraints=[{"constraint": "OBSTACLE_HELD", "removed_in_order_count": 1, "removed_alone_count": 1}],
     nodes=[
-        allocator_api.NodeOutlook(
-            name="nodes/host-1",
-            fitting_count=1,
-            gpus=[
-                allocator_api.GpuOutlook(
-                    name=f"nodes/host-1/gpus/{UUIDS[0].lower()}",
-                    obstacle="OBSTACLE_HELD",
-                    message="Held by r1.",
-                    reservations=["reservations/r1"],
-                ),
-                allocator_api.GpuOutlook(
-                    name=f"nodes/host-1/gpus/{UUIDS[1].lower()}", score=allocator_api.GpuScore(total=0.5)
-                ),
+        {
+            "name": "nodes/host-1",
+            "fitting_count": 1,
+            "gpus": [
+                {
+                    "name": f"nodes/host-1/gpus/{UUIDS[0].lower()}", "obstacle": "OBSTACLE_HELD",
+                    "message": "Held by r1.", "reservations": ["reservations/r1"],
+                },
+                {"name": f"nodes/host-1/gpus/{UUIDS[1].lower()}", "score": {"total": 0.5}},
             ],
-        )
+        }
     ],
     node_count=1,
     remedies=["wait for r1"],
-)
+)  # fmt: skip
 ESTIMATE = allocator_api.EstimateRequirementsResponse(
     gpu_count=4, memory_bytes=20_000 << 20, notes=["by the table"], ignored_parameters=["x"]
 )
@@ -297,9 +243,7 @@ MOVE = allocator_api.RebalanceMove(
 )
 PARTITIONED = allocator_api.RebalancePlan(
     message="it would fit",
-    partitions=[
-        allocator_api.GpuPartition(gpu="nodes/n2/gpus/gpu-1", index=3, profiles=["3g.40gb", "1g.10gb"])
-    ],
+    partitions=[{"gpu": "nodes/n2/gpus/gpu-1", "index": 3, "profiles": ["3g.40gb", "1g.10gb"]}],
 )
 RANKED = allocator_api.RankedNode(
     name="nodes/host-1", idle_gpu_count=1, gpu_count=2, sufficient=True, message="1 of 2 GPUs idle"
@@ -308,7 +252,7 @@ ADAPTER = autoscaler_api.Adapter(
     name="adapters/host-1",
     kind="process",
     node="nodes/host-1",
-    state=autoscaler_api.Adapter.STATE_CONNECTED,
+    state="STATE_CONNECTED",
     templates=["worker"],
     replica_count=1,
     last_seen_time=LONG_AGO,
@@ -316,42 +260,29 @@ ADAPTER = autoscaler_api.Adapter(
 BACKTEST = autoscaler_api.Backtest(
     name="backtests/b1",
     spec={"policies": [{"name": "hpa"}]},
-    state=autoscaler_api.Backtest.STATE_RUNNING,
+    state="STATE_RUNNING",
     request_count=100,
     create_time=LONG_AGO,
 )
 METRIC = autoscaler_api.ReportedMetric(
-    name="endpoints/jobs", value=autoscaler_api.MetricValue(metric="tasks", value=7, age=Duration(seconds=1))
+    name="endpoints/jobs", value={"metric": "tasks", "value": 7, "age": Duration(seconds=1)}
 )
 PRESET = autoscaler_api.Preset(
     name="presets/keda", summary="20 messages each.", parameters={"value": "messages (20)"}
 )
+STEP = {"comparator": "COMPARATOR_GREATER_THAN", "threshold": 10, "step": 1}
 RULE = autoscaler_api.EndpointRule(
-    name="endpoints/jobs/rules/up",
-    rule=autoscaler_api.Rule(
-        id="up",
-        signal="depth",
-        step=autoscaler_api.StepRule(
-            comparator=autoscaler_api.Comparator.COMPARATOR_GREATER_THAN, threshold=10, step=1
-        ),
-    ),
-    etag="e1",
+    name="endpoints/jobs/rules/up", rule={"id": "up", "signal": "depth", "step": STEP}, etag="e1"
 )
 EVALUATION = autoscaler_api.EvaluateResponse(
-    decision=autoscaler_api.Decision(
-        before=3,
-        wanted=4,
-        limited_by="DECISION_CODE_CLAMPED_TO_MAX",
-        summary="from 3 to 4: max_replicas is 4",
-    ),
+    decision={
+        "before": 3, "wanted": 4, "limited_by": "DECISION_CODE_CLAMPED_TO_MAX",
+        "summary": "from 3 to 4: max_replicas is 4",
+    },
     asked=6,
-    alternatives=[
-        autoscaler_api.Alternative(
-            code="DECISION_CODE_CLAMPED_TO_MAX", text="max_replicas were not 4", wanted=6
-        )
-    ],
-    next_change=autoscaler_api.NextChange(wait=Duration(seconds=43), wanted=3),
-)
+    alternatives=[{"code": "DECISION_CODE_CLAMPED_TO_MAX", "text": "max_replicas were not 4", "wanted": 6}],
+    next_change={"wait": Duration(seconds=43), "wanted": 3},
+)  # fmt: skip
 
 
 def fail(context: grpc.ServicerContext, error: errors.GpuscaleError) -> NoReturn:
