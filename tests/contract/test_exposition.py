@@ -37,36 +37,35 @@ from tests.support.waiting import eventually
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 RULES = DEPLOY / "prometheus"
 BOARDS = sorted((DEPLOY / "grafana").glob("*.json"))
-BOARD = {
-    "DCGM_FI_DEV_GPU_TEMP": "gauge",
-    "DCGM_FI_DEV_POWER_USAGE": "gauge",
-    "DCGM_FI_DEV_SM_CLOCK": "gauge",
-    "DCGM_FI_DEV_GPU_UTIL": "gauge",
-    "DCGM_FI_DEV_FB_USED": "gauge",
-    "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE": "gauge",
-}
+BOARD = dict.fromkeys(
+    (
+        *("DCGM_FI_DEV_GPU_TEMP", "DCGM_FI_DEV_POWER_USAGE", "DCGM_FI_DEV_SM_CLOCK", "DCGM_FI_DEV_GPU_UTIL"),
+        *("DCGM_FI_DEV_FB_USED", "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE"),
+    ),
+    "gauge",
+)
 """What dcgm-exporter's own Grafana board (12239) asks for."""
-
-DEFAULT = BOARD | {
-    "DCGM_FI_DEV_MEM_CLOCK": "gauge",
-    "DCGM_FI_DEV_MEMORY_TEMP": "gauge",
-    "DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION": "counter",
-    "DCGM_FI_DEV_PCIE_REPLAY_COUNTER": "counter",
-    "DCGM_FI_DEV_MEM_COPY_UTIL": "gauge",
-    "DCGM_FI_DEV_ENC_UTIL": "gauge",
-    "DCGM_FI_DEV_DEC_UTIL": "gauge",
-    "DCGM_FI_DEV_FB_FREE": "gauge",
-    "DCGM_FI_DEV_FB_RESERVED": "gauge",
-    "DCGM_FI_DEV_UNCORRECTABLE_REMAPPED_ROWS": "counter",
-    "DCGM_FI_DEV_CORRECTABLE_REMAPPED_ROWS": "counter",
-    "DCGM_FI_DEV_ROW_REMAP_FAILURE": "gauge",
-    "DCGM_FI_DEV_VGPU_LICENSE_STATUS": "gauge",
-    "DCGM_FI_DEV_XID_ERRORS": "gauge",
-    "DCGM_FI_PROF_GR_ENGINE_ACTIVE": "gauge",
-    "DCGM_FI_PROF_DRAM_ACTIVE": "gauge",
-    "DCGM_FI_PROF_PCIE_TX_BYTES": "gauge",
-    "DCGM_FI_PROF_PCIE_RX_BYTES": "gauge",
-}
+GAUGES = (
+    *(
+        "DCGM_FI_DEV_MEM_CLOCK",
+        "DCGM_FI_DEV_MEMORY_TEMP",
+        "DCGM_FI_DEV_MEM_COPY_UTIL",
+        "DCGM_FI_DEV_ENC_UTIL",
+    ),
+    *(
+        "DCGM_FI_DEV_DEC_UTIL",
+        "DCGM_FI_DEV_FB_FREE",
+        "DCGM_FI_DEV_FB_RESERVED",
+        "DCGM_FI_DEV_ROW_REMAP_FAILURE",
+    ),
+    *("DCGM_FI_DEV_VGPU_LICENSE_STATUS", "DCGM_FI_DEV_XID_ERRORS", "DCGM_FI_PROF_GR_ENGINE_ACTIVE"),
+    *("DCGM_FI_PROF_DRAM_ACTIVE", "DCGM_FI_PROF_PCIE_TX_BYTES", "DCGM_FI_PROF_PCIE_RX_BYTES"),
+)
+COUNTERS = (
+    *("DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION", "DCGM_FI_DEV_PCIE_REPLAY_COUNTER"),
+    *("DCGM_FI_DEV_UNCORRECTABLE_REMAPPED_ROWS", "DCGM_FI_DEV_CORRECTABLE_REMAPPED_ROWS"),
+)
+DEFAULT = BOARD | dict.fromkeys(GAUGES, "gauge") | dict.fromkeys(COUNTERS, "counter")
 """Its default series (etc/default-counters.csv there) that NVML can give; NVLINK_BANDWIDTH_TOTAL, a rate, comes with the second reading after 30 s."""
 # What dcgm-exporter's own names break of Prometheus' rules (docs/metrics.md); `checked` breaks none.
 DCGM_BREAKS = re.compile(
@@ -99,17 +98,8 @@ async def metrics(
 
 def families() -> Iterator[Family]:
     """Every family that a page may have."""
-    modules = (
-        agent,
-        fleet,
-        snapshots,
-        meter,
-        allocator_figures,
-        autoscaler_figures,
-        adapter_figures,
-        dashboard_figures,
-    )
-    for module in modules:
+    rooms = (allocator_figures, autoscaler_figures, adapter_figures, dashboard_figures)
+    for module in (agent, fleet, snapshots, meter, *rooms):
         yield from (value for _, value in inspect.getmembers(module) if isinstance(value, Family))
     yield from (series.family for series in (*DCGM, *GPU, *HOST))
 

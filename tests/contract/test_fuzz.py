@@ -51,36 +51,9 @@ UNREACHED = {
     "ForgetAdapter": "the only adapter is connected",
 }
 TEXTS = (
-    *(
-        "",
-        "a",
-        "x" * 1024,
-        "é" * 100,
-        "-" * 480 + "1",
-        "~" * 480 + "1",
-        "(" * 200,
-        "((a|a)*)*b",
-        "1 if a else " * 80 + "1",
-    ),
-    *(
-        "[]" * 400,
-        "a." * 100,
-        "9" * 300,
-        "1e999",
-        "nan",
-        "0",
-        "-1",
-        "{python}",
-        "%s%n",
-        "/",
-        "..",
-        "\u202e",
-        "depth",
-        "alpha",
-    ),
-)
-
-
+    "", "a", "x" * 1024, "é" * 100, "-" * 480 + "1", "~" * 480 + "1", "(" * 200, "((a|a)*)*b", "1 if a else " * 80 + "1",
+    "[]" * 400, "a." * 100, "9" * 300, "1e999", "nan", "0", "-1", "{python}", "%s%n", "/", "..", "\u202e", "depth", "alpha",
+)  # fmt: skip
 NEVER = {"INTERNAL", "UNKNOWN", "DATA_LOSS", "UNIMPLEMENTED"}
 EACH = pytest.mark.parametrize("method", RPCS)
 

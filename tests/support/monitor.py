@@ -27,16 +27,7 @@ from gpuscale.monitor.app.agent import open_agent
 from gpuscale.monitor.app.fleet import open_fleet
 from gpuscale.monitor.app.settings import AgentSettings, FleetSettings
 from gpuscale.monitor.fleet.nodes import Nodes
-from gpuscale.monitor.model.readings import (
-    DriverEvent,
-    GpuIdentity,
-    GpuSample,
-    HostIdentity,
-    HostReading,
-    Inventory,
-    Quarantine,
-    Snapshot,
-)
+from gpuscale.monitor.model import readings
 from tests.support.monitor_values import identity, sample
 from tests.support.waiting import eventually
 
@@ -50,10 +41,10 @@ if TYPE_CHECKING:
 class FakeGpus:
     """A GPU source whose GPUs answer, block or fail as the test says. `problem` makes it fail to open."""
 
-    gpus: list[GpuIdentity] = field(default_factory=lambda: [identity(0), identity(1)])
+    gpus: list[readings.GpuIdentity] = field(default_factory=lambda: [identity(0), identity(1)])
     simulated: bool = False
     problem: GpuSourceError | None = None
-    samples: dict[str, GpuSample] = field(default_factory=dict[str, GpuSample])
+    samples: dict[str, readings.GpuSample] = field(default_factory=dict[str, readings.GpuSample])
     errors: dict[str, Exception] = field(default_factory=dict[str, Exception])
     opened: int = 0
     closed: int = 0
@@ -64,23 +55,23 @@ class FakeGpus:
     interrupted: bool = False
     has_events: bool = False
     probes: int = 0
-    happened: "queue.SimpleQueue[DriverEvent]" = field(default_factory=lambda: queue.SimpleQueue())
+    happened: "queue.SimpleQueue[readings.DriverEvent]" = field(default_factory=lambda: queue.SimpleQueue())
 
     def block(self, uuid: str) -> threading.Event:
         """Let reads of a GPU (or "open") wait until the event is set."""
         gate = self.gates[uuid] = threading.Event()
         return gate
 
-    def open(self) -> Inventory:
+    def open(self) -> readings.Inventory:
         self.opened += 1
         self.interrupted = False
         self._wait("open")
         if self.problem is not None:
             raise self.problem
         self.outdated = False
-        return Inventory(tuple(self.gpus), driver_version="1.2.3", has_events=self.has_events)
+        return readings.Inventory(tuple(self.gpus), driver_version="1.2.3", has_events=self.has_events)
 
-    def read(self, uuid: str) -> GpuSample:
+    def read(self, uuid: str) -> readings.GpuSample:
         self.reads[uuid] = self.reads.get(uuid, 0) + 1
         self._wait(uuid)
         if uuid in self.errors:
@@ -91,7 +82,7 @@ class FakeGpus:
         self.probes += 1
         self._wait(f"probe {uuid}")
 
-    def wait_event(self, timeout: float) -> DriverEvent | None:
+    def wait_event(self, timeout: float) -> readings.DriverEvent | None:
         try:
             return self.happened.get(timeout=timeout)
         except queue.Empty:
@@ -117,16 +108,16 @@ class FakeGpus:
 class FakeHost:
     """A host with one reading."""
 
-    def identity(self) -> HostIdentity:
-        return HostIdentity("fake", "Fake OS", "boot")
+    def identity(self) -> readings.HostIdentity:
+        return readings.HostIdentity("fake", "Fake OS", "boot")
 
-    def read(self) -> HostReading:
-        return HostReading(cpu_percent=12.5)
+    def read(self) -> readings.HostReading:
+        return readings.HostReading(cpu_percent=12.5)
 
 
 async def collected(
-    source: FakeGpus, quarantines: Mapping[str, Quarantine] | None = None, **more: Any
-) -> Snapshot:
+    source: FakeGpus, quarantines: Mapping[str, readings.Quarantine] | None = None, **more: Any
+) -> readings.Snapshot:
     """A snapshot of these GPUs, by a collector with `more` that it takes."""
     clock, host = SystemClock(), FakeHost()
     gpus = Gpus(source, clock, ReadDeadlines())

@@ -35,22 +35,11 @@ def reservation(
 ) -> Reservation:
     """A live reservation of these GPUs."""
     return Reservation(
-        id=name or str(uuid4()),
-        fence=fence,
-        request_id="",
-        fingerprint="",
-        holder="",
-        owner="",
-        policy=Policy.SPREAD,
-        gpus=tuple(gpus),
-        ttl=60.0,
-        state=State.ACTIVE,
-        deadline=0.0,
-        created=WALL,
-        cpu_milli=ask.cpu_milli if ask else 0,
-        host_memory_bytes=ask.host_memory_bytes if ask else 0,
+        id=name or str(uuid4()), fence=fence, request_id="", fingerprint="", holder="", owner="",
+        policy=Policy.SPREAD, gpus=tuple(gpus), ttl=60.0, state=State.ACTIVE, deadline=0.0, created=WALL,
+        cpu_milli=ask.cpu_milli if ask else 0, host_memory_bytes=ask.host_memory_bytes if ask else 0,
         **({"labels": {}} | fields),  # pyright: ignore[reportArgumentType]
-    )
+    )  # fmt: skip
 
 
 def held_whole(nodes: Iterable[Node], uuids: Container[str]) -> Use:

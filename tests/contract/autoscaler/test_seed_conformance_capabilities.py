@@ -46,6 +46,10 @@ def group(offers: Needs, workers: int) -> api.WorkerGroup:
     return api.WorkerGroup(capabilities=offers, workers=workers)
 
 
+def uneven(*workers: int) -> Mapping[str, Sequence[tuple[Needs, int]]]:
+    return {"gpu": [(GPU, count) for count in workers]}
+
+
 def report(tasks: Iterable[tuple[Needs, int]], unmanaged: Iterable[tuple[Needs, int]] = ()) -> api.TaskReport:
     return api.TaskReport(
         demands=[api.TaskDemand(capabilities=needs, tasks=count) for needs, count in tasks],
@@ -173,19 +177,11 @@ SAME: Mapping[str, tuple[Sequence[api.CapabilitySet], Sequence[Case]]] = {
     "unequal groups of a set, by what they report": (
         TWO,
         [
-            Case(
-                {"cpu": 0, "gpu": 2}, [(GPU, 41)], {"cpu": 0, "gpu": 3}, groups={"gpu": [(GPU, 1), (GPU, 7)]}
-            ),
-            Case(
-                {"cpu": 0, "gpu": 2}, [(GPU, 40)], {"cpu": 0, "gpu": 2}, groups={"gpu": [(GPU, 1), (GPU, 7)]}
-            ),
+            Case({"cpu": 0, "gpu": 2}, [(GPU, 41)], {"cpu": 0, "gpu": 3}, groups=uneven(1, 7)),
+            Case({"cpu": 0, "gpu": 2}, [(GPU, 40)], {"cpu": 0, "gpu": 2}, groups=uneven(1, 7)),
             # The group that would go is the large one, without which there would be more than 5 for each.
-            Case(
-                {"cpu": 0, "gpu": 2}, [(GPU, 7)], {"cpu": 0, "gpu": 2}, groups={"gpu": [(GPU, 15), (GPU, 1)]}
-            ),
-            Case(
-                {"cpu": 0, "gpu": 2}, [(GPU, 7)], {"cpu": 0, "gpu": 1}, groups={"gpu": [(GPU, 1), (GPU, 15)]}
-            ),
+            Case({"cpu": 0, "gpu": 2}, [(GPU, 7)], {"cpu": 0, "gpu": 2}, groups=uneven(15, 1)),
+            Case({"cpu": 0, "gpu": 2}, [(GPU, 7)], {"cpu": 0, "gpu": 1}, groups=uneven(1, 15)),
         ],
     ),
     "what groups can do counts, not what was asked for": (

@@ -6,7 +6,7 @@ from itertools import combinations
 
 from gpuscale.allocator.domain import model
 from gpuscale.allocator.placing.constraints import memory_on, milli_on
-from tests.support.allocator_values import NOW
+from tests.support.allocator_values import NOW, reserved
 from tests.support.placing import NOTHING, free_memory, obstacle, reservation
 
 PETABYTE = 10**15
@@ -67,18 +67,9 @@ class Oracle:
 
     def _taken(self, node: model.Node, one: model.Gpu, ask: model.Ask, member: int) -> model.ReservedGpu:
         total, free = one.memory_total_bytes, free_memory(one, self._use)
-        return model.ReservedGpu(
-            node.id,
-            one.uuid,
-            one.index,
-            one.model,
-            one.simulated,
-            model.Score(0.0, ()),
-            milli=milli_on(ask, total),
-            memory_bytes=memory_on(ask, total, free, model.WHOLE - self._use.gpu(one.uuid).milli),
-            member=member,
-            parent=one.parent,
-        )
+        held = reserved(one.uuid, node=node.id, milli=milli_on(ask, total))
+        memory = memory_on(ask, total, free, model.WHOLE - self._use.gpu(one.uuid).milli)
+        return replace(held, memory_bytes=memory, member=member, parent=one.parent)
 
 
 def all_free(nodes: Sequence[model.Node]) -> list[model.Node]:

@@ -24,54 +24,45 @@ from gpuscale.autoscaler.loop.leases import Actor
 from gpuscale.autoscaler.signals.sources import Histories, SignalSources
 from gpuscale.autoscaler.state import decision_log
 from gpuscale.common.names import replica_name
+from tests.property.autoscaler import scaling_script
 from tests.property.autoscaler.scaling_doubles import FOREIGN
-from tests.property.autoscaler.scaling_script import (
-    ADAPTERS,
-    DEPTH,
-    NAMES,
-    NODES,
-    RULES,
-    Script,
-    agrees,
-    in_world,
-    nothing_left,
-    some_spec,
-)
 from tests.property.autoscaler.scaling_world import World
 from tests.property.autoscaler.virtual_time import run
 from tests.support.fake_adapter import FAILED, READY
 
 
-def played(work: Callable[[World], Coroutine[Any, Any, None]], adapters: Any = ADAPTERS) -> None:
+def played(
+    work: Callable[[World], Coroutine[Any, Any, None]], adapters: Any = scaling_script.ADAPTERS
+) -> None:
     """Do something in a world of its own, on virtual time."""
 
     async def script() -> None:
-        world = World(1, NODES, adapters)
-        await in_world(world, partial(work, world))
+        world = World(1, scaling_script.NODES, adapters)
+        await scaling_script.in_world(world, partial(work, world))
 
     run(script())
 
 
 async def story(seed: int) -> World:
     """A script of twenty things that happen, all of them mended, and the end of all endpoints."""
-    world = World(seed, NODES, ADAPTERS)
+    world = World(seed, scaling_script.NODES, scaling_script.ADAPTERS)
 
     async def work() -> None:
-        happens = Script(world)
-        for name in NAMES[:2]:
-            await world.create(name, some_spec(world.dice))
+        happens = scaling_script.Script(world)
+        for name in scaling_script.NAMES[:2]:
+            await world.create(name, scaling_script.some_spec(world.dice))
         await asyncio.sleep(3)
         for _ in range(20):
             await happens.happen()
         await happens.mend(70)
-        agrees(world)
-        for name in NAMES:
+        scaling_script.agrees(world)
+        for name in scaling_script.NAMES:
             await world.user(lambda all_, name=name: all_.delete(name, etag=""))
         await happens.mend(20)
-        agrees(world)
-        nothing_left(world)
+        scaling_script.agrees(world)
+        scaling_script.nothing_left(world)
 
-    await in_world(world, work)
+    await scaling_script.in_world(world, work)
     return world
 
 
@@ -93,7 +84,7 @@ def test_a_lease_that_was_released_before_anybody_said_so_is_renewed_no_more() -
         world.keeper.changed = world.keeper._release.set  # type: ignore[method-assign]
         await world.user(lambda all_: all_.delete("e1", etag=""))
         await asyncio.sleep(8)  # less than a third of the lease
-        nothing_left(world)
+        scaling_script.nothing_left(world)
 
     played(work)
 
@@ -128,7 +119,9 @@ def test_what_fails_for_one_endpoint_stops_no_other_at_any_stage() -> None:
 
     def scaled(name: str) -> EndpointSpec:
         template = ReplicaTemplate("worker", parameters={"of": name})
-        return EndpointSpec(0, 3, template, (DEPTH,), (Rule("t", "depth", TargetRule(10.0)),), tick=5.0)
+        return EndpointSpec(
+            0, 3, template, (scaling_script.DEPTH,), (Rule("t", "depth", TargetRule(10.0)),), tick=5.0
+        )
 
     met = Counter[str]()
 
@@ -144,16 +137,18 @@ def test_what_fails_for_one_endpoint_stops_no_other_at_any_stage() -> None:
             assert {stage for stage, times in met.items() if times > 1} == STAGES.keys()
             assert sum(one.endpoint == "good" and bool(one.adapter) for one in world.rows()) == 3
         await asyncio.sleep(20)
-        agrees(world)
+        scaling_script.agrees(world)
         assert len(world.rows()) == 3 * (1 + len(STAGES))
 
-    played(work, ADAPTERS[:2])
+    played(work, scaling_script.ADAPTERS[:2])
 
 
 def test_one_that_is_created_anew_while_its_name_is_given_up_remembers_nothing() -> None:
     """Somebody calls for the old one in the very moment in which it goes."""
 
-    spec = EndpointSpec(0, 3, ReplicaTemplate("worker"), (DEPTH,), RULES[1], tick=2.0)
+    spec = EndpointSpec(
+        0, 3, ReplicaTemplate("worker"), (scaling_script.DEPTH,), scaling_script.RULES[1], tick=2.0
+    )
 
     async def work(world: World) -> None:
         await world.create("e1", spec)
@@ -196,9 +191,9 @@ def test_what_nobody_was_told_of_is_given_back_and_what_nobody_knows_is_stopped(
         world.allocator.losing = 0.0
         adapter.set("endpoints/nobody/replicas/x", READY)
         await asyncio.sleep(25)  # less than the lease: it is released, and does not run out
-        nothing_left(world)
+        scaling_script.nothing_left(world)
 
-    played(work, ADAPTERS[:1])
+    played(work, scaling_script.ADAPTERS[:1])
 
 
 def test_what_an_adapter_says_of_the_replicas_of_another_counts_for_nothing() -> None:
@@ -212,9 +207,9 @@ def test_what_an_adapter_says_of_the_replicas_of_another_counts_for_nothing() ->
         await asyncio.sleep(10)
         assert world.rows() == [before]
         assert before.state is ReplicaState.READY
-        agrees(world)
+        scaling_script.agrees(world)
 
-    played(work, ADAPTERS[:2])
+    played(work, scaling_script.ADAPTERS[:2])
 
 
 @pytest.mark.parametrize("meanwhile", ["an adapter goes", "the lease runs out"])
@@ -238,13 +233,13 @@ def test_a_grant_that_was_never_heard_of_is_used_or_replaced(meanwhile: str) -> 
         await asyncio.sleep(2)
         world.allocator.losing = 0.0
         await asyncio.sleep(20)
-        agrees(world)
+        scaling_script.agrees(world)
         [row] = world.rows()
         assert row.state is ReplicaState.READY
         assert row.lease is not None
         assert (row.lease.reservation == granted) is (meanwhile == "an adapter goes")
 
-    played(work, ADAPTERS[:2])
+    played(work, scaling_script.ADAPTERS[:2])
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -255,11 +250,11 @@ def test_whoever_dies_meanwhile_the_higher_priority_has_its_gpus_and_the_lower_o
     per_ten = (Rule("t", "depth", TargetRule(10.0)),)
     pace = Pace(stabilization=0.0)
     one = ReplicaTemplate("worker", gpu_count=1, lease_ttl=30.0)
-    batch = EndpointSpec(2, 9, one, (DEPTH,), per_ten, tick=2.0, down=pace, priority=-5)
+    batch = EndpointSpec(2, 9, one, (scaling_script.DEPTH,), per_ten, tick=2.0, down=pace, priority=-5)
     chat = EndpointSpec(3, 3, one, tick=2.0, priority=5)
 
     async def work(world: World) -> None:
-        happens, dice = Script(world), world.dice
+        happens, dice = scaling_script.Script(world), world.dice
         world.queues["jobs"] = 70
         await world.create("e1", batch)
         await asyncio.sleep(20)
@@ -279,10 +274,10 @@ def test_whoever_dies_meanwhile_the_higher_priority_has_its_gpus_and_the_lower_o
         )
         await happens.mend(130)
         assert Counter(row.endpoint for row in world.rows() if row.lease) == {"e1": 3, "e2": 3}
-        agrees(world)
+        scaling_script.agrees(world)
 
     async def script() -> None:
-        world = World(seed, NODES, ADAPTERS[:2])
-        await in_world(world, partial(work, world))
+        world = World(seed, scaling_script.NODES, scaling_script.ADAPTERS[:2])
+        await scaling_script.in_world(world, partial(work, world))
 
     run(script())

@@ -29,47 +29,14 @@ KINDS = (
 )
 TEXTS = st.sampled_from(
     [
-        "",
-        "a",
-        "A b",
-        " a",
-        "\x00",
-        "a\u202e",
-        "x" * 63,
-        "x" * 64,
-        "x" * 254,
-        "x" * 1024,
-        "x" * 1025,
-        "nodes/a",
-        "nodes/A",
-        "endpoints/e",
-        "endpoints/e/replicas/r",
-        "watchers/w",
-        "adapters/a",
+        *("", "a", "A b", " a", "\x00", "a\u202e"), *("x" * length for length in (63, 64, 254, 1024, 1025)),
+        *("nodes/a", "nodes/A", "endpoints/e", "endpoints/e/replicas/r", "watchers/w", "adapters/a"),
         "01234567-89ab-cdef-0123-456789abcdef",
     ]
-)
+)  # fmt: skip
 EDGES = (
-    -1,
-    0,
-    1,
-    5,
-    10,
-    32,
-    33,
-    50,
-    100,
-    101,
-    1000,
-    4096,
-    4097,
-    10_000,
-    10_001,
-    65_535,
-    65_536,
-    604_800,
-    604_801,
-)
+    -1, 0, 1, 5, 10, 32, 33, 50, 100, 101, 1000, 4096, 4097, 10_000, 10_001, 65_535, 65_536, 604_800, 604_801,
+)  # fmt: skip
 FLOATS = st.sampled_from([*map(float, EDGES), -math.inf, math.inf, math.nan, 5e-324, 99.999, 0.1])
 SECONDS = st.sampled_from([*EDGES, 315_576_000_001, -62_135_596_801, 253_402_300_800])
 NANOS = st.sampled_from([0, 1, -1, 100_000_000, 999_999_999, 1_000_000_000])

@@ -10,6 +10,7 @@ A small C library stands in the place of libnvidia-ml.so.1 and answers from a co
 Use it in this process with the fixture `nvml_double` (or `in_process`), or in another with `env_with_double`.
 """
 
+# ruff: noqa: F401 - what others import from here
 from tests.support.nvml_double.build import why_unavailable
 from tests.support.nvml_double.double import (
     FIELD_IDS,
@@ -24,23 +25,3 @@ from tests.support.nvml_double.double import (
     wired_gpus,
 )
 from tests.support.nvml_double.model import GIB, DoubleGpu, DoubleProcess, NvmlReturn, ProcessKind, Rules
-
-__all__ = [
-    "FIELD_IDS",
-    "GIB",
-    "HEALTHY_FIELDS",
-    "XID_EVENT",
-    "CallCount",
-    "DoubleGpu",
-    "DoubleProcess",
-    "NvmlDouble",
-    "NvmlReturn",
-    "ProcessKind",
-    "Rules",
-    "divide",
-    "env_with_double",
-    "in_process",
-    "plain_gpu",
-    "why_unavailable",
-    "wired_gpus",
-]

@@ -60,35 +60,11 @@ def test_world_size(parameters: dict[str, object], size: int) -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        0,
-        -1,
-        1.5,
-        True,
-        False,
-        None,
-        "auto",
-        "",
-        "-2",
-        "2.0",
-        "²",
-        "1" * 10,
-        4097,
-        1e300,
-        math.inf,
-        math.nan,
-        [],
-        [1, 0],
-        [1, "auto"],
-        [[2]],
-        [None],
-        {},
-        {"values": []},
-        {"values": [0]},
-        {"values": "auto"},
-        {"values": [1], "more": 1},
-        {"value": [1]},
+        0, -1, 1.5, True, False, None, "auto", "", "-2", "2.0", "²", "1" * 10, 4097, 1e300, math.inf, math.nan,
+        [], [1, 0], [1, "auto"], [[2]], [None], {},
+        {"values": []}, {"values": [0]}, {"values": "auto"}, {"values": [1], "more": 1}, {"value": [1]},
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_right_is_refused_by_name(given: object) -> None:
     """The seed made 0 GPUs of a 0 and raised ValueError for an empty list and for "auto"."""
     assert violations({"tp-size": given, "pp": 2}) == ['parameters["tp-size"]']

@@ -63,13 +63,8 @@ def test_pack_prefers_the_node_whose_gpus_would_starve() -> None:
         of.place(wish(Policy.PACK, cpu_milli=8000), NOW)
     answer = picked(of, wish(Policy.PACK, cpu_milli=2000))
     assert answer.nodes == ("poor",)
-    assert [part.name for part in answer.gpus[0].score.parts] == [
-        "starvation_drop",
-        "free_gpu",
-        "free_cpu",
-        "scarcity",
-        "share_waste",
-    ]
+    parts = [part.name for part in answer.gpus[0].score.parts]
+    assert parts == ["starvation_drop", "free_gpu", "free_cpu", "scarcity", "share_waste"]
 
 
 def test_pack_prefers_fuller_nodes_and_of_their_gpus_the_fullest() -> None:
@@ -239,14 +234,8 @@ def test_watts_settle_nothing_where_few_gpus_are_free() -> None:
             demand.observe(wish(Policy.PACK), NO_BUILD, {COMMON: 100}, lambda: {COMMON: 1000.0 * free[0]})
         return demand.tariff.saves
 
-    assert [saves(now_free) for now_free in (25, 26, 21, 20, 25, 100)] == [
-        False,
-        True,
-        True,
-        False,
-        False,
-        True,
-    ]
+    saved = [saves(now_free) for now_free in (25, 26, 21, 20, 25, 100)]
+    assert saved == [False, True, True, False, False, True]
     of = Placer(Use(), demand)
     for one in (rated("hot", 400.0), rated("cool", 250.0, rank=1)):
         of.apply_node(one)

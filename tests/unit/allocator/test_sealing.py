@@ -49,33 +49,12 @@ def test_every_field_of_a_reservation_comes_back_from_its_row() -> None:
     asked = replace(ask(2), nodes=frozenset({"n1"}), policy=Policy.PACK)
     wanted = Wanted(asked, 60.0, True, 5, 600.0, 3, WALL)  # noqa: FBT003
     kept = Reservation(
-        id="r1",
-        fence=7,
-        request_id="request",
-        fingerprint="f",
-        holder="job",
-        owner="ann",
-        labels={"team": "vision é"},
-        policy=Policy.FGD,
-        gpus=(gpu,),
-        ttl=60.5,
-        state=State.LOST,
-        deadline=NOW + 60.5,
-        created=WALL,
-        ended=WALL,
-        tenant="lab",
-        priority=-3,
-        preemptible=True,
-        cpu_milli=4000,
-        host_memory_bytes=1 << 40,
-        member_count=2,
-        revoke_at=NOW + 9,
-        end_reason="GPU MIG-a vanished",
-        made_by="scaler",
+        id="r1", fence=7, request_id="request", fingerprint="f", holder="job", owner="ann", tenant="lab",
+        labels={"team": "vision é"}, policy=Policy.FGD, gpus=(gpu,), cpu_milli=4000, host_memory_bytes=1 << 40,
+        ttl=60.5, state=State.LOST, deadline=NOW + 60.5, until=NOW + 99, revoke_at=NOW + 9, created=WALL, ended=WALL,
+        priority=-3, preemptible=True, member_count=2, end_reason="GPU MIG-a vanished", made_by="scaler", wanted=wanted,
         job=ReservedJob("train", "python train.py", "ann", (member,), 2, (member,)),
-        wanted=wanted,
-        until=NOW + 99,
-    )
+    )  # fmt: skip
     for one in (kept, gpu, member, kept.job, wanted):
         assert [field.name for field in fields(one) if getattr(one, field.name) == field.default] == []
     row = store.to_row(kept, "boot", 7)

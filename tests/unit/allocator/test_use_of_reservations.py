@@ -41,16 +41,8 @@ def test_of_a_whole_gpu_everything_in_use_counts() -> None:
 def test_of_a_share_only_what_was_admitted_for_it_counts() -> None:
     ledger = Ledger()
     one, other = (grant(ledger, reserved("GPU-a", milli=500, memory=200)) for _ in range(2))
-    seen = replace(
-        gpu(utilization=90.0),
-        memory_used_bytes=5000 * MIB,
-        processes=(
-            process(1, one.id, 150),
-            process(2, one.id, 150),
-            process(3, other.id),
-            process(4, "r99-aa"),
-        ),
-    )
+    there = (process(1, one.id, 150), process(2, one.id, 150), process(3, other.id), process(4, "r99-aa"))
+    seen = replace(gpu(utilization=90.0), memory_used_bytes=5000 * MIB, processes=there)
     usage, others = look(ledger, one, seen), look(ledger, other, seen)
     assert usage.gpus["GPU-a"].memory_bytes == 300 * MIB
     assert usage.gpus["GPU-a"].outsiders == others.gpus["GPU-a"].outsiders == (4,)

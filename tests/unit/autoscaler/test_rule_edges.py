@@ -5,6 +5,7 @@ from datetime import datetime
 
 import pytest
 
+from gpuscale.autoscaler.domain import signals
 from gpuscale.autoscaler.domain.decisions import Code
 from gpuscale.autoscaler.domain.engine import Memory, evaluate
 from gpuscale.autoscaler.domain.inputs import LARGEST, Burst, InputSeries, ObservationStatus, series_of
@@ -17,15 +18,6 @@ from gpuscale.autoscaler.domain.rules.rule import (
     ThresholdRule,
     Vote,
     apply_rule,
-)
-from gpuscale.autoscaler.domain.signals import LARGEST_COUNT as LARGEST_QUEUE
-from gpuscale.autoscaler.domain.signals import (
-    EndpointPast,
-    QueueReading,
-    QueueState,
-    Sample,
-    combined,
-    observe,
 )
 from gpuscale.autoscaler.domain.spec import Combine, Pace, PushedSignal, RateLimit, Signal
 from gpuscale.autoscaler.domain.validate import violations
@@ -52,16 +44,18 @@ def test_steps_that_are_added_up_have_room_in_a_decision() -> None:
 )
 def test_what_64_bits_do_not_hold_is_invalid_and_remembered_nowhere(value: float, said: str) -> None:
     for values in ((value,), (1.0, value), (value, value)):
-        found = observe(LOADED, Sample(values, NOW), NOW)
+        found = signals.observe(LOADED, signals.Sample(values, NOW), NOW)
         assert (found.status, found.detail) == (ObservationStatus.INVALID, said)
-        past = EndpointPast().with_samples(spec(signals=[LOADED]), {"load": Sample(values, NOW)})
+        past = signals.EndpointPast().with_samples(
+            spec(signals=[LOADED]), {"load": signals.Sample(values, NOW)}
+        )
         assert past.series["load"] == InputSeries()
-    assert observe(LOADED, Sample((LARGEST,), NOW), NOW).status is ObservationStatus.OK
+    assert signals.observe(LOADED, signals.Sample((LARGEST,), NOW), NOW).status is ObservationStatus.OK
 
 
 def test_more_messages_than_64_bits_count_cannot_be_told() -> None:
-    half = QueueReading(QueueState.OK, LARGEST_QUEUE // 2 + 1, 0, 1, NOW)
-    found = combined([half, half])
+    half = signals.QueueReading(signals.QueueState.OK, signals.LARGEST_COUNT // 2 + 1, 0, 1, NOW)
+    found = signals.combined([half, half])
     assert (found.ready, found.unacked, found.total) == (None, 0, None)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from gpuscale.autoscaler.domain.decisions import Code
 from gpuscale.autoscaler.domain.engine import Memory, Question
-from gpuscale.autoscaler.domain.inputs import Inputs, Observation, ObservationStatus, series_of
+from gpuscale.autoscaler.domain.inputs import ObservationStatus, series_of
 from gpuscale.autoscaler.domain.rules.rule import Rule
 from gpuscale.autoscaler.domain.rules.targets import DrainRule, TargetRule
 from gpuscale.autoscaler.domain.spec import (
@@ -29,7 +29,7 @@ from gpuscale.autoscaler.domain.whatif import (
     hypothetical,
     question,
 )
-from tests.support.autoscaler_values import AT, NOW, down, signal, spec, up
+from tests.support.autoscaler_values import AT, NOW, down, inputs, seen, signal, spec, up
 
 
 def asked(wanted: EndpointSpec, before: int, signals: Mapping[str, StatedSignal], **stated: Any) -> Question:
@@ -46,6 +46,7 @@ def others(found: Answer) -> dict[Code, int]:
 
 OK = ObservationStatus.OK
 TARGET = Rule("t", "queue", TargetRule(10.0))
+JUST_GREW = {"memory": Memory(0.0, (), ((NOW - 20.0, 1),))}
 
 
 @pytest.mark.parametrize(
@@ -103,22 +104,8 @@ def test_replicas_that_are_not_heard_of_are_told() -> None:
         (spec(up(cooldown=0.0), tick=7.0), 2, 50.0, {}, 7.0, 4),
         (spec(TARGET, down=Pace(120.0)), 5, 20.0, {"memory": Memory(-math.inf, ((NOW - 50.0, 5),))}, 70.0, 2),
         (spec(TARGET, down=Pace(120.0)), 5, 20.0, {"memory": Memory(NOW - 30.0)}, 90.0, 2),
-        (
-            spec(TARGET, up=Pace(cooldown=60.0)),
-            2,
-            50.0,
-            {"memory": Memory(0.0, (), ((NOW - 20.0, 1),))},
-            40.0,
-            5,
-        ),
-        (
-            spec(TARGET, up=Pace(limits=(RateLimit(60.0, replicas=1),))),
-            2,
-            50.0,
-            {"memory": Memory(0.0, (), ((NOW - 20.0, 1),))},
-            40.0,
-            3,
-        ),
+        (spec(TARGET, up=Pace(cooldown=60.0)), 2, 50.0, JUST_GREW, 40.0, 5),
+        (spec(TARGET, up=Pace(limits=(RateLimit(60.0, replicas=1),))), 2, 50.0, JUST_GREW, 40.0, 3),
     ],
 )
 def test_when_the_count_may_change_next(
@@ -160,17 +147,8 @@ def test_a_stated_signal_that_is_missing_is_what_the_signal_says_of_that() -> No
 
 def test_what_is_not_stated_is_live_and_what_is_not_live_is_missing() -> None:
     wanted = spec(up(), up("b", signal="other"), up("c", signal="third"))
-    inputs = Inputs(
-        4,
-        3,
-        NOW,
-        AT.wall,
-        observations={
-            name: Observation(name, OK, value) for name, value in {"queue": 7.0, "other": 8.0}.items()
-        },
-        last_changes={"up": 1.0},
-    )
-    live = Question(wanted, inputs, Memory(5.0), 2)
+    going_by = inputs(4, seen(7.0), seen(8.0, "other"), ready=3, last_changes={"up": 1.0})
+    live = Question(wanted, going_by, Memory(5.0), 2)
     found = question(live, wanted, Stated({"other": StatedSignal(9.0)}))
     values = {name: one.value for name, one in found.inputs.observations.items()}
     assert values == {"queue": 7.0, "other": 9.0, "third": None}
@@ -213,8 +191,7 @@ def test_that_no_work_is_left_follows_from_what_is_stated(
 def test_another_spec_sees_the_signals_that_are_the_same() -> None:
     own = spec(up(), up("b", signal="other"))
     changed = spec(up(), up("b", signal="other"), signals=[signal(), signal("other", watcher="more")])
-    seen = {name: Observation(name, OK, 1.0) for name in ("queue", "other")}
-    live = Question(own, Inputs(1, 1, NOW, AT.wall, seen), ALWAYS)
+    live = Question(own, inputs(1, seen(1.0), seen(1.0, "other")), ALWAYS)
     found = question(live, changed, Stated()).inputs.observations
     assert {name: one.value for name, one in found.items()} == {"queue": 1.0, "other": None}
 

@@ -27,28 +27,17 @@ def test_every_call_has_its_own_request_id() -> None:
 
 
 def test_what_was_said_is_sent() -> None:
-    request = reserve_request(
-        1,
-        "me",
-        {
-            "ttl": 1.5,
-            "min_memory": 0,
-            "max_utilization_percent": 100.0,
-            "allow_unknown_utilization": True,
-            "nodes": ["nodes/a"],
-            "labels": {"team": "x"},
-            "request_id": "r",
-        },
-    )
+    wishes: dict[str, object] = {
+        "ttl": 1.5, "min_memory": 0, "max_utilization_percent": 100.0, "allow_unknown_utilization": True,
+        "nodes": ["nodes/a"], "labels": {"team": "x"}, "request_id": "r",
+    }  # fmt: skip
+    request = reserve_request(1, "me", wishes)
     assert (request.ttl.seconds, request.ttl.nanos) == (1, 500_000_000)
     assert request.ask.HasField("min_memory_bytes")
     assert request.ask.max_utilization_percent == 100
     assert request.ask.allow_unknown_utilization
-    assert (list(request.ask.nodes), dict(request.labels), request.request_id) == (
-        ["nodes/a"],
-        {"team": "x"},
-        "r",
-    )
+    assert (list(request.ask.nodes), dict(request.labels)) == (["nodes/a"], {"team": "x"})
+    assert request.request_id == "r"
 
 
 def test_sizes_and_durations_may_be_text() -> None:
@@ -77,37 +66,19 @@ def test_what_is_no_size_or_duration_is_named(options: Any, error: type[Exceptio
 
 def test_every_field_of_the_contract_can_be_said() -> None:
     """All but `weights`, which are for the operator's settings, and `job`, `keep_place` and `movable`, which programs send."""
-    said = ask(
-        2,
-        {
-            "min_memory": 1,
-            "max_utilization_percent": 9.0,
-            "allow_unknown_utilization": True,
-            "gpu_milli": 500,
-            "gpu_memory": 3,
-            "mig_profile": "1g.10gb",
-            "models": ["A100"],
-            "cpu_milli": 4000,
-            "host_memory": 5,
-            "nodes": ["nodes/a"],
-            "excluded_nodes": ["nodes/b"],
-            "only_gpus": ["nodes/a/gpus/g"],
-            "excluded_gpus": ["nodes/a/gpus/h"],
-            "node_labels": {"zone": "x"},
-            "apart_from": {"job": "y"},
-            "gpu_set": "nvlink",
-            "power_limit_watts": 300,
-            "member_count": 3,
-            "gang_strategy": "strict_spread",
-            "policy": "pack",
-        },
-    )
+    wishes: dict[str, object] = {
+        "min_memory": 1, "max_utilization_percent": 9.0, "allow_unknown_utilization": True, "gpu_milli": 500,
+        "gpu_memory": 3, "mig_profile": "1g.10gb", "models": ["A100"], "cpu_milli": 4000, "host_memory": 5,
+        "nodes": ["nodes/a"], "excluded_nodes": ["nodes/b"], "only_gpus": ["nodes/a/gpus/g"],
+        "excluded_gpus": ["nodes/a/gpus/h"], "node_labels": {"zone": "x"}, "apart_from": {"job": "y"},
+        "gpu_set": "nvlink", "power_limit_watts": 300, "member_count": 3, "gang_strategy": "strict_spread",
+        "policy": "pack",
+    }  # fmt: skip
+    said = ask(2, wishes)
     set_fields = {field.name for field, _ in said.ListFields()}
     assert set(api.Ask.DESCRIPTOR.fields_by_name) - set_fields == {"weights"}
-    assert (said.policy, said.gpu_set) == (
-        api.PlacementPolicy.PLACEMENT_POLICY_PACK,
-        api.GpuSet.GPU_SET_NVLINK,
-    )
+    assert said.policy == api.PlacementPolicy.PLACEMENT_POLICY_PACK
+    assert said.gpu_set == api.GpuSet.GPU_SET_NVLINK
     request = reserve_request(
         1,
         "me",

@@ -405,11 +405,7 @@ def test_methods_of_others() -> None:
         "/gpuscale.api.allocator.v1.AllocatorService/NoSuch",
         "/gpuscale.api.allocator.v1.AllocatorService",
         "/grpc.health.v1.Health/Other",
-        "/grpc.channelz.v1.Channelz/GetServers",
-        "",
-        "/",
-        "//",
-        "/\x00",
+        *("/grpc.channelz.v1.Channelz/GetServers", "", "/", "//", "/\x00"),
     ],
 )
 def test_anything_else(path: str) -> None:

@@ -88,19 +88,8 @@ def test_the_file_may_come_from_the_environment(tmp_path: Path, monkeypatch: pyt
 
 
 def test_every_kind_of_field_is_read_from_flags() -> None:
-    settings = load_agent(
-        "--reflection",
-        "--no-insecure-allow-remote",
-        "--data-dir=d/e",
-        "--simulate",
-        "4",
-        "--source",
-        "simulated",
-        "--labels",
-        "a",
-        "--labels",
-        "b",
-    )
+    flags = "--reflection --no-insecure-allow-remote --data-dir=d/e --simulate 4 --source simulated"
+    settings = load_agent(*flags.split(), "--labels", "a", "--labels", "b")
     assert (settings.reflection, settings.insecure_allow_remote) == (True, False)
     assert (settings.data_dir, settings.simulate, settings.source) == (Path("d/e"), 4, "simulated")
     assert settings.labels == ["a", "b"]

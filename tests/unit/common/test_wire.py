@@ -97,17 +97,8 @@ def test_items_that_come_and_go_between_pages_move_nothing() -> None:
 
 def _forged() -> list[str]:
     token = pages_of(ITEMS, 2)[1]
-    return [
-        "x",
-        "?",
-        "ä",
-        token[:-1],
-        token + "A",
-        token.swapcase(),
-        token + "=",
-        base64.urlsafe_b64encode(b"00001").decode(),
-        base64.urlsafe_b64encode(b"\xff" * 20).decode(),
-    ]
+    encoded = [base64.urlsafe_b64encode(raw).decode() for raw in (b"00001", b"\xff" * 20)]
+    return ["x", "?", "ä", token[:-1], token + "A", token.swapcase(), token + "=", *encoded]
 
 
 @pytest.mark.parametrize("token", _forged())

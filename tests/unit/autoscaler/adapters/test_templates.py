@@ -29,26 +29,11 @@ def launched(command: list[str], **parameters: str) -> Launch:
 
 
 def test_every_placeholder_is_filled_within_its_argument() -> None:
-    command = [
-        "{python}",
-        "w.py",
-        "--at={endpoint}",
-        "{replica}",
-        "{gpu_count}x{gpu_uuids}",
-        "--q",
-        "{queue}",
-        "{{x}}",
-    ]
-    assert launched(command, queue="a b; rm -rf /").argv == (
-        PYTHON,
-        "w.py",
-        "--at=endpoints/jobs",
-        "endpoints/jobs/replicas/r1",
-        "2xGPU-a,GPU-b",
-        "--q",
-        "a b; rm -rf /",
-        "{x}",
-    )
+    shown = ["--at={endpoint}", "{replica}", "{gpu_count}x{gpu_uuids}", "--q", "{queue}", "{{x}}"]
+    python, script, *filled = launched(["{python}", "w.py", *shown], queue="a b; rm -rf /").argv
+    assert (python, script) == (PYTHON, "w.py")
+    assert filled[:2] == ["--at=endpoints/jobs", "endpoints/jobs/replicas/r1"]
+    assert filled[2:] == ["2xGPU-a,GPU-b", "--q", "a b; rm -rf /", "{x}"]
 
 
 def test_a_value_is_not_read_as_a_template_again() -> None:
