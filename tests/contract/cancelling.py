@@ -144,7 +144,6 @@ def _stepped(work: Coroutine[Any, Any, Any], at: int, reached: list[int]) -> Gen
         if step == at:
             reached.append(step)
             task = asyncio.current_task()
-            assert task is not None
             task.cancel()
         try:
             yield future

@@ -266,7 +266,6 @@ def told(proc: Path, host: Host) -> types_api.Snapshot:
     names, admissions, holders = Names(proc, host.before), Admissions(), Holders()
     for number, pid in enumerate(host.admitted):
         found = names.find(pid)
-        assert found is not None
         container = found.container if names.leads(found) else ""
         key, name = found.lineage[0], reservation(number)
         admitted = admissions.admit([GPU], name, number + 1, key, container=container, user=found.user)
@@ -435,7 +434,6 @@ def expect_truth(host: Host, snapshot: types_api.Snapshot) -> None:
         name=f"nodes/{NODE}", state=monitor_api.NodeState.NODE_STATE_ONLINE, snapshot=snapshot
     )
     node, ledger = node_of(message, FleetView({}), NOW), granted(host)
-    assert node is not None
     [gpu] = node.gpus
     on_gpu = [one for one in host.after.values() if one.on_gpu]
     there = [] if host.unlisted else on_gpu

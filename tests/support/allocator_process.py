@@ -56,7 +56,6 @@ class AllocatorProcess:
 
     @property
     def pid(self) -> int:
-        assert self._process is not None
         return self._process.pid
 
     @property
@@ -72,7 +71,6 @@ class AllocatorProcess:
 
     async def ended(self, timeout: float = 120.0) -> tuple[int, str]:
         """Wait for its end; its exit code (negative: the signal) and what it wrote to stderr."""
-        assert self._process is not None
         code = await asyncio.to_thread(self._process.wait, timeout)
         return code, self._log.read_text()
 
@@ -84,7 +82,6 @@ class AllocatorProcess:
 
     async def pause(self, seconds: float) -> None:
         """Stop it in its tracks for a while."""
-        assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
         await asyncio.sleep(seconds)
         self._process.send_signal(signal.SIGCONT)

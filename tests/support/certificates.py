@@ -45,7 +45,6 @@ class Authority:
         end = now + timedelta(days=1 if valid else -1)
         issuer = x509.load_pem_x509_certificate(self._ca.cert_pem.bytes())
         ca_key = serialization.load_pem_private_key(self._ca.private_key_pem.bytes(), None)
-        assert isinstance(ca_key, ec.EllipticCurvePrivateKey)
         builder = (
             x509.CertificateBuilder()
             .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]))

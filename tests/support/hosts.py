@@ -263,7 +263,6 @@ class Hosts:
         )
         self._holders[name] = holder
         self._stack.callback(self._end, holder)
-        assert holder.stdout is not None
         assert holder.stdout.readline() == "ready\n"
         [pid] = children(holder.pid)
         return pid

@@ -76,6 +76,5 @@ class PowerHelper:
 
     def stop(self) -> None:
         """End it as an operator does."""
-        assert self.process is not None
         self.process.terminate()
         assert self.process.wait(60) == 0

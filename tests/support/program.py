@@ -42,7 +42,6 @@ class Program:
 
     async def ended(self, timeout: float = 120.0) -> int:
         """Wait for the end of this life; negative: the signal that ended it."""
-        assert self._process is not None
         return await asyncio.to_thread(self._process.wait, timeout)
 
     async def kill(self) -> None:
@@ -53,7 +52,6 @@ class Program:
 
     def terminate(self) -> None:
         """SIGTERM."""
-        assert self._process is not None
         self._process.send_signal(signal.SIGTERM)
 
     async def __aenter__(self) -> Self:

@@ -237,13 +237,11 @@ class AdapterProcess:
 
     def kill(self) -> None:
         """End it as a power cut would: kill -9."""
-        assert self.process is not None
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
 
     def terminate(self) -> int:
         """SIGTERM; returns its exit code."""
-        assert self.process is not None
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(60)
 

@@ -61,8 +61,6 @@ class Shell:
     def ctl(self, *words: str, stdin: str = "", environment: Mapping[str, str] | None = None) -> Ran:
         """Type a command; blocks until it has ended."""
         shell = self._process
-        assert shell.stdin is not None
-        assert shell.stdout is not None
         limit = threading.Timer(ANSWER_SECONDS, shell.kill)
         limit.start()
         try:

@@ -27,7 +27,6 @@ class Member:
 
     @property
     def address(self) -> str:
-        assert self.served is not None
         return self.served.address
 
     def refuse(self, kind: str) -> None:

@@ -131,7 +131,6 @@ def carried_out(of: Site, plan: MovePlan) -> None:
         assert of.use.node(node).cpu_milli <= CORES, "the new place is there while the old one is held"
         of.use.free(move.reservation.id)
     found = of.placer.place(of.ask, NOW)
-    assert isinstance(found, Pick)
     of.use.hold(reservation(found.gpus, name="the ask", ask=of.ask))
 
 

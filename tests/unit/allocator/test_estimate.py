@@ -104,7 +104,6 @@ def test_a_name_tells_its_size(case: str) -> None:
     """The seed looked for "7b" anywhere: 1.7b and 17b were 7b to it, and 72b and 405b were small."""
     name, _, billions = case.rpartition("=")
     size = size_in(name)
-    assert size is not None
     assert size.parameter_count == pytest.approx(float(billions) * 1e9)
 
 

@@ -25,7 +25,6 @@ SPLIT = node(
 def take(of: Placer, use: Use, wish: Ask, name: str = "r") -> Reservation:
     """Place and hold."""
     answer = of.place(wish, NOW)
-    assert isinstance(answer, Pick), answer
     held = reservation(answer.gpus, name=name, ask=wish)
     use.hold(held)
     return held
@@ -52,7 +51,6 @@ def test_what_is_another_shape_of_a_held_gpu_is_held(
     of.apply_node(after)
     for wish in (then, replace(then, gpu_milli=100)):
         refused = of.place(wish, NOW)
-        assert isinstance(refused, Refusal)
         assert (refused.kind, refused.obstacles[Obstacle.HELD]) == (RefusalKind.NO_CAPACITY, count)
         assert "held by other reservations" in refused.message
         assert messages(of, wish).count("Held by r.") == count

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpuscale.allocator.domain.model import Ask, Node, Pick, ScorePart, Weights
+from gpuscale.allocator.domain.model import Ask, Node, ScorePart, Weights
 from gpuscale.allocator.placing.policies import UNKNOWN_UTILIZATION
 from tests.support.allocator_values import NOW, ask, gpu, node, plain_node
 from tests.support.placing import explained, place
@@ -10,7 +10,6 @@ from tests.support.placing import explained, place
 
 def picked(nodes: list[Node], wish: Ask) -> list[str]:
     answer = place(nodes, (), wish, NOW)
-    assert isinstance(answer, Pick), answer
     return [one.uuid for one in answer.gpus]
 
 

@@ -22,7 +22,7 @@ from gpuscale.allocator.placing.policies import (
     integer_scores,
     typical,
 )
-from gpuscale.allocator.placing.refusal import Refusal, RefusalKind
+from gpuscale.allocator.placing.refusal import RefusalKind
 from gpuscale.allocator.usecases.fleet import FleetView, node_of
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
@@ -210,7 +210,6 @@ def test_a_cap_makes_no_gpu_cheaper(told: dict[str, float], rated: float | None)
     one = types_api.Gpu(uuid="GPU-a", reading=types_api.GpuReading(**told))
     message = monitor_api.Node(name="nodes/n0", snapshot=types_api.Snapshot(gpus=[one]))
     found = node_of(message, FleetView({}), NOW)
-    assert found is not None
     assert [gpu.rated_watts for gpu in found.gpus] == [rated]
 
 
@@ -242,7 +241,6 @@ def test_watts_settle_nothing_where_few_gpus_are_free() -> None:
     for now_free, expected in ((10, "hot"), (90, "cool")):
         saves(now_free)
         answer = of.place(wish(Policy.PACK), NOW, again=True)
-        assert isinstance(answer, Pick)
         assert answer.nodes == (expected,)
 
 
@@ -343,7 +341,6 @@ def test_a_gpu_that_no_node_has_is_named_also_where_no_node_is() -> None:
     of = Placer(Use())
     of.apply_node(plain_node("a", 1))
     found = of.place(Ask(1, 0, 100.0, gpus=frozenset({"a-7"})), NOW)
-    assert isinstance(found, Refusal)
     assert found.kind is RefusalKind.NOT_FOUND
 
 

@@ -8,7 +8,7 @@ from gpuscale.allocator.domain.model import GangStrategy, Pick, Use
 from gpuscale.allocator.domain.power import Governor, PowerBudget, PoweredGpu
 from gpuscale.allocator.placing.constraints import Obstacle
 from gpuscale.allocator.placing.placer import Placer
-from gpuscale.allocator.placing.refusal import Refusal, RefusalKind
+from gpuscale.allocator.placing.refusal import RefusalKind
 from tests.support.allocator_values import NOW, ask, plain_node
 from tests.support.placing import placer, reservation
 
@@ -37,17 +37,14 @@ def test_without_budgets_nothing_is_in_the_way() -> None:
 
 def test_it_goes_to_another_node_where_one_has_too_few_watts() -> None:
     found = budgeted(small=PowerBudget(4 * 70 + 129, nodes=("a",))).place(ask(1), NOW)
-    assert isinstance(found, Pick)
     assert found.nodes == ("b",)
     found = budgeted(enough=PowerBudget(4 * 70 + 130, nodes=("a",))).place(ask(1), NOW)
-    assert isinstance(found, Pick)
     assert found.nodes == ("a",)
 
 
 def test_where_there_are_watts_nowhere_it_says_which_are_missing_and_explains_it() -> None:
     full = budgeted(rack=PowerBudget(4 * 70 + 200, per="rack"))
     found = full.place(ask(2), NOW)
-    assert isinstance(found, Refusal)
     assert found.kind is RefusalKind.NO_CAPACITY
     assert "budgets/rack leaves rack=a 200 of 480 W, and this needs 260 W" in found.message
     assert found.message.endswith("Wait until others draw less, or raise the budget.")
@@ -56,7 +53,6 @@ def test_where_there_are_watts_nowhere_it_says_which_are_missing_and_explains_it
     assert [one.obstacle for one in explained.nodes] == [Obstacle.POWER_BUDGET] * 2
     assert "this needs 260 W" in explained.nodes[0].message
     never = full.place(ask(5), NOW)
-    assert isinstance(never, Refusal)
     assert never.kind is RefusalKind.UNSATISFIABLE, "not for the watts"
 
 
@@ -64,11 +60,9 @@ def test_what_was_granted_since_the_look_counts_until_it_is_freed() -> None:
     use = Use()
     one = budgeted(use, all=PowerBudget(8 * 70 + 200))
     first = one.place(ask(1), NOW)
-    assert isinstance(first, Pick)
     held = reservation(first.gpus)
     use.hold(held)
     no = one.place(ask(1), NOW)
-    assert isinstance(no, Refusal)
     assert "leaves all 70 of 760 W, and this needs 130 W" in no.message
     use.free(held.id)
     assert isinstance(one.place(ask(1), NOW), Pick)
@@ -112,26 +106,21 @@ def test_members_that_must_be_apart_are_so_where_watts_split_them() -> None:
     one.power = Governor().look([("short", short)], nodes, gpus, 0.0).room
     apart = replace(ask(1), member_count=3, gang_strategy=GangStrategy.STRICT_SPREAD)
     found = one.place(apart, NOW)
-    assert isinstance(found, Pick)
     assert (found.nodes[0] in "ab", found.nodes[1:]) == (True, ("c", "d"))
 
 
 def test_a_power_limit_takes_a_node_that_can_keep_it() -> None:
     limited = replace(ask(1), power_limit_watts=300.0)
     found = budgeted(helped="b").place(limited, NOW)
-    assert isinstance(found, Pick)
     assert found.nodes == ("b",)
     none = budgeted(helped="").place(limited, NOW)
-    assert isinstance(none, Refusal)
     assert (none.kind, none.obstacles) == (RefusalKind.UNSATISFIABLE, {Obstacle.POWER_LIMIT: 8})
     assert "nodes/a has no gpuscale-power, nodes/b has no gpuscale-power" in none.message
     chosen = replace(limited, nodes=frozenset({"b"}))
     told = budgeted(helped="").place(chosen, NOW)
-    assert isinstance(told, Refusal)
     assert "nodes/a" not in told.message
     assert "nodes/b has no gpuscale-power." in {
         one.message for one in budgeted(helped="").explain(chosen, NOW).nodes
     }
     too_low = budgeted().place(replace(limited, power_limit_watts=100.0), NOW)
-    assert isinstance(too_low, Refusal)
     assert "GPUs of nodes/a admit 200 to 700 W" in too_low.message

@@ -148,11 +148,9 @@ def test_another_gets_what_the_newest_got_while_that_starts() -> None:
     made, waits = spec(PER_TEN, template=TEMPLATE), replica(9, template=TEMPLATE)
     for state, following in ((S.STARTING, 0.5), (S.READY, 1.0)):
         found = capacity_of(made, [on(H100, 1, S.STARTING), on(A100, 2, state), waits], {})
-        assert found is not None
         assert (found.next, found.weights[0]) == (following, following)
     gone = [asked_to_stop(on(A100, 1), "", AT), leaving(on(A100, 2)), on(A100, 3, S.FAILED)]
     found = capacity_of(made, gone, {})
-    assert found is not None
     assert (found.weights, found.next) == ((), 1.0)
 
 

@@ -255,7 +255,6 @@ def test_after_a_restart_an_endpoint_rests_before_it_takes_any_away() -> None:
         held = result.evaluation.limited_by is Code.ENDPOINT_COOLDOWN
         assert held is (after == 2)
     found = answer(Question(wanted, inputs(2, seen(0.0)), Memory(NOW - 90.0)))
-    assert found.next_change is not None
     assert (found.next_change.wait, found.next_change.wanted) == (pytest.approx(10.0), 1)
 
 

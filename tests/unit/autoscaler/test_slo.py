@@ -132,7 +132,6 @@ def test_the_load_at_which_a_goal_is_reached_and_which_goal_that_is(
     points: list[Carried], load: float, binds: str
 ) -> None:
     found = GOALS.capacity(points)
-    assert found is not None
     assert (found.load, found.binds) == (pytest.approx(load), binds)
     least = points[0].load
     share = load if load >= least else (load * least) ** 0.5

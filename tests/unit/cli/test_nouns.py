@@ -18,7 +18,6 @@ def parsed(line: str) -> tuple[str, dict[str, object], dict[str, object]]:
     while isinstance(context.command, click.Group):
         left = [*context._protected_args, *context.args]
         name, command, left = context.command.resolve_command(context, left)
-        assert command is not None
         context = command.make_context(name, left, parent=context)
     typed = {name: value for name, value in context.params.items() if value not in (None, False, "", (), 0)}
     return context.command_path.removeprefix("gpuscalectl "), typed, typed_anywhere(context)
@@ -56,7 +55,6 @@ def test_the_option_furthest_right_counts() -> None:
 def test_up_reads_its_own_arguments() -> None:
     context = root().make_context("gpuscalectl", ["up", "--config", "x", "--address", "y", "-o", "z"])
     _, up, left = root().resolve_command(context, [*context._protected_args, *context.args])
-    assert up is not None
     assert up.make_context("up", left, parent=context).args == ["--config", "x", "--address", "y", "-o", "z"]
 
 

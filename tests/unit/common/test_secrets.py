@@ -127,7 +127,6 @@ def test_what_is_taken_out_of_the_environment_is_in_no_process_that_others_may_l
     with subprocess.Popen(
         [sys.executable, "-c", TAKEN], env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
-        assert process.stdout is not None
         inherited = process.stdout.readline() + process.stdout.readline()
         shown = Path(f"/proc/{process.pid}/environ").read_bytes()
         process.communicate()
@@ -144,7 +143,6 @@ def test_memory_that_is_hidden_cannot_be_read_by_the_same_user(how: str) -> None
     with subprocess.Popen(
         [*become, sys.executable, "-c", HIDDEN, how], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == b"up\n"
         read = [*become, "cat", f"/proc/{process.pid}/environ"]
         done = subprocess.run(read, capture_output=True, text=True, check=False)

@@ -60,7 +60,6 @@ def test_replicas_go_on_until_now_and_changes_are_marked_with_their_reason() -> 
     assert wanted["data"] == ((at(0).ToMilliseconds(), 1), (at(30).ToMilliseconds(), 4), (end, 4))
     assert granted["data"] == ((at(0).ToMilliseconds(), 1), (at(30).ToMilliseconds(), 1), (end, 1))
     marks = wanted["markPoint"]
-    assert isinstance(marks, dict)
     place, leads = [at(30).ToMilliseconds(), 4], "/endpoints/a/decisions/30"
     assert marks["data"] == [{"coord": place, "name": "depth is 40", "value": 3, "to": leads}]
 
@@ -83,7 +82,6 @@ def test_the_largest_number_of_replicas_is_drawn_where_it_is_near() -> None:
         endpoint = autoscaler_api.Endpoint(spec=autoscaler_api.EndpointSpec(max_replicas=most))
         wanted, _ = series_of(charts.scaling(endpoint, made, NOW))
         lines = wanted["markLine"]
-        assert isinstance(lines, dict)
         assert [one["name"] for one in lines["data"]] == shown
 
 
@@ -128,7 +126,6 @@ def drawn(*gpus: GpuSummary) -> Options:
 
 def cells_of(options: Options) -> tuple[tuple[int, int, float | str, str], ...]:
     series = options["series"]
-    assert isinstance(series, list)
     found = series[0]["data"]
     assert isinstance(found, tuple)
     return found
@@ -136,7 +133,6 @@ def cells_of(options: Options) -> tuple[tuple[int, int, float | str, str], ...]:
 
 def labels_of(options: Options, axis: str = "yAxis") -> list[str]:
     found = options[axis]
-    assert isinstance(found, dict)
     return found["data"]
 
 
@@ -203,9 +199,7 @@ def test_what_no_history_is_kept_of_is_said() -> None:
 def test_labels_of_many_rows_do_not_lie_upon_each_other() -> None:
     lines = [(f"n{number}", None) for number in range(120)]
     axis = charts.over_time(lines, monitor_api.QueryHistoryResponse(), "%", 100.0)["yAxis"]
-    assert isinstance(axis, dict)
     shown = axis["axisLabel"]
-    assert isinstance(shown, dict)
     assert (shown["interval"] + 1) * charts.row_height(120) >= charts.LABEL_HEIGHT
 
 

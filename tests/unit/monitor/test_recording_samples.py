@@ -131,7 +131,6 @@ def test_a_host_is_noted_with_what_changed_of_it() -> None:
         picture.merge(change)
         observer.observe("alpha", picture, second, change)
     series = history.get("nodes/alpha")
-    assert series is not None
     assert [point.mean for point in series.points(0, 0, 0.0, 1e6)] == [5.0, 5.0, 7.0]
     assert [point.mean for point in series.points(3, 0, 0.0, 1e6)] == [30.0, 30.0, 30.0]
 
