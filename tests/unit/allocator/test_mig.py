@@ -23,7 +23,6 @@ SPLIT = node(
 
 
 def take(of: Placer, use: Use, wish: Ask, name: str = "r") -> Reservation:
-    """Place and hold."""
     answer = of.place(wish, NOW)
     held = reservation(answer.gpus, name=name, ask=wish)
     use.hold(held)

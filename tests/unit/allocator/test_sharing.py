@@ -25,7 +25,6 @@ from tests.support.placing import placer, reservation
 
 
 def take(of: Placer, use: Use, wish: Ask, *, fence: int = 1, name: str = "") -> tuple[ReservedGpu, ...]:
-    """PciPlace and hold."""
     answer = of.place(wish, NOW)
     use.hold(reservation(answer.gpus, fence=fence, ask=wish, name=name))
     return answer.gpus
@@ -145,14 +144,8 @@ def linked(index: int, *others: int) -> Gpu:
 
 def test_the_set_with_the_most_nvlinks_is_found_by_search() -> None:
     """A greedy choice would start with g0 and its neighbour; the ring of four is elsewhere."""
-    gpus = [
-        linked(0, 1),
-        linked(1, 0),
-        linked(2, 3, 4, 5),
-        linked(3, 2, 4, 5),
-        linked(4, 2, 3, 5),
-        linked(5, 2, 3, 4),
-    ]
+    pair, ring = ([linked(one, *(members - {one})) for one in members] for members in ({0, 1}, {2, 3, 4, 5}))
+    gpus = [*pair, *ring]
     answer = placer([node("n0", *gpus)]).place(replace(ask(4), gpu_set=GpuSet.NVLINK), NOW)
     assert [one.uuid for one in answer.gpus] == ["g2", "g3", "g4", "g5"]
 

@@ -61,15 +61,8 @@ def wanted(
     """How many replicas so much work leads to, where each of weight 1 does ten of it, and the codes of that."""
     made = spec(*(rules or (PER_TEN,)), low=low, high=high, template=TEMPLATE, **{"down": NO_WAIT, **fields})
     before = len(capacity.weights)
-    found = evaluate(
-        made,
-        before,
-        observed(seen(work)),
-        {},
-        AT.now,
-        capacity=capacity,
-        ready=before if ready is None else ready,
-    )
+    ready = before if ready is None else ready
+    found = evaluate(made, before, observed(seen(work)), {}, AT.now, capacity=capacity, ready=ready)
     assert found.limited_by is not Code.WEIGHED, "it says what the count is, and holds nothing back"
     return found.wanted, [step.code for step in found.steps]
 
@@ -165,12 +158,8 @@ def test_a_template_of_one_model_is_of_the_whole_and_tells_what_it_got() -> None
     assert TEMPLATE.on(["NVIDIA L4"]) == TEMPLATE
     large = replace(TEMPLATE, models=(ModelWeight("A100-80GB", 0.7), A100))
     assert large.on(["NVIDIA A100-80GB"]).models == large.models[:1]
-    assert [TEMPLATE.weight(one) for one in (fast, slow, TEMPLATE, ReplicaTemplate("worker"))] == [
-        1,
-        0.5,
-        0.5,
-        0.5,
-    ]
+    weights = [TEMPLATE.weight(one) for one in (fast, slow, TEMPLATE, ReplicaTemplate("worker"))]
+    assert weights == [1, 0.5, 0.5, 0.5]
     assert ReplicaTemplate("worker").of_each_model() == [ReplicaTemplate("worker")]
 
 

@@ -53,14 +53,8 @@ def test_only_so_many_wait_at_a_time() -> None:
 
 
 def test_victims_are_those_nobody_was_told_of_then_starting_then_leaving_then_newest() -> None:
-    members = [
-        replica(1, S.READY),
-        replica(2, S.STARTING),
-        replica(3, S.READY),
-        replica(4, S.DRAINING),
-        replica(0, S.PENDING),
-        replica(5, S.READY),
-    ]
+    states = {1: S.READY, 2: S.STARTING, 3: S.READY, 4: S.DRAINING, 0: S.PENDING, 5: S.READY}
+    members = [replica(number, state) for number, state in states.items()]
     order = ["r000", "r002", "r004", "r005", "r003", "r001"]
     for left in range(6):
         assert ids(plan(left, members, ()).stop) == order[: 6 - left]
@@ -176,14 +170,8 @@ def test_an_asked_stop_is_no_crash() -> None:
 
 
 def adapter(name: str, **fields: object) -> AdapterFacts:
-    known: dict[str, object] = {
-        "kind": "process",
-        "node": name,
-        "templates": frozenset({"worker"}),
-        "max_replicas": 0,
-        "live": True,
-    }
-    return AdapterFacts(name, **(known | fields))  # type: ignore[arg-type]
+    known = {"kind": "process", "node": name, "templates": frozenset({"worker"}), "max_replicas": 0}
+    return AdapterFacts(name, **(known | {"live": True} | fields))
 
 
 def test_the_adapter_with_the_fewest_replicas_then_by_id() -> None:

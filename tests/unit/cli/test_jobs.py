@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from tempfile import TemporaryFile
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import Any, Self
 
 import pytest
 
@@ -27,11 +27,8 @@ from gpuscale.common.errors import (
 from gpuscale.common.rpc.status import PROBLEM_KEY
 from gpuscale.common.wire import to_duration
 
-if TYPE_CHECKING:
-    from gpuscale.api.allocator.v1 import AllocatorServiceStub
-    from gpuscale.cli.commands.processes import Offspring
-
 NO_TEXTS = dict.fromkeys(("node", "address", "authority"), "")
+HELD = api.Reservation(ttl=to_duration(600), remaining=to_duration(600))
 
 
 @pytest.mark.parametrize(
@@ -115,7 +112,7 @@ def test_an_allocator_that_starts_hears_how_a_command_ended(
     monkeypatch.setattr(holding, "RETRY", 0.0)
     orders = Orders(reservation="reservations/r1", fence=1, command=("true",), reports=True, **NO_TEXTS)
     allocator = Starting(unanswered=3, error=error)
-    holder = holding.LeaseHolder(orders, cast("list[AllocatorServiceStub]", [allocator]))
+    holder = holding.LeaseHolder(orders, [allocator])
     holder.started(7)
     holder.ended(137, "")
     assert allocator.told == [137]
@@ -130,7 +127,7 @@ def test_an_allocator_that_starts_hears_how_a_command_ended(
         3,
         error,
     )  # as while the link is down on which a supervisor was killed
-    holding.LeaseHolder(orders, cast("list[AllocatorServiceStub]", [allocator])).killed(138)
+    holding.LeaseHolder(orders, [allocator]).killed(138)
     assert allocator.told[-1] == 138
 
 
@@ -184,7 +181,7 @@ def test_who_starts_a_job_in_its_turn_keeps_the_lease_until_every_member_tells_o
                     member.start_time.GetCurrentTime()
             return found
 
-    detached_jobs.keep_until_started(cast("holding.LeaseHolder", Holder()), 0.08, 2, over)
+    detached_jobs.keep_until_started(Holder(), 0.08, 2, over)
     assert len(asked) == 2
 
 
@@ -207,7 +204,7 @@ def test_a_starter_whose_service_stays_away_says_so_ever_more_rarely_and_ends_wi
     waiting = api.Reservation(
         state=api.Reservation.STATE_WAITING, remaining=to_duration(86_400), ttl=to_duration(60)
     )
-    assert detached_jobs.start_granted(cast("holding.LeaseHolder", Holder()), waiting) == 0
+    assert detached_jobs.start_granted(Holder(), waiting) == 0
     said = capsys.readouterr().err.splitlines()
     assert 10 <= len(said) <= 20
     assert "trying again for up to 1d" in said[0] or "trying again for up to 24h" in said[0]
@@ -248,11 +245,8 @@ def test_each_notice_is_one_signal_and_one_that_is_withdrawn_leaves_no_reason(
     monkeypatch: pytest.MonkeyPatch, reasons: list[str], sent: int, stopped: str
 ) -> None:
     signals = list[int]()
-    reservation = api.Reservation(ttl=to_duration(600), remaining=to_duration(600))
     holder = Noticing(reasons)
-    keeper = supervise.Keeper(
-        cast("holding.LeaseHolder", holder), reservation, cast("Offspring", None), signals.append
-    )
+    keeper = supervise.Keeper(holder, HELD, None, signals.append)
     for _ in range(len(reasons)):
         keeper._renewed()
     assert (signals, keeper.stopped) == ([signal.SIGUSR1] * sent, stopped)
@@ -266,8 +260,7 @@ def test_a_command_that_ends_with_its_caller_says_so(monkeypatch: pytest.MonkeyP
     """It seemed to fail by itself: FAILED with 143 or 141, and no reason."""
     monkeypatch.setattr(os, "dup2", lambda *_: None)
     monkeypatch.setattr(supervise.Keeper, "_stop_by", lambda *_: None)
-    reservation = api.Reservation(ttl=to_duration(600), remaining=to_duration(600))
-    keeper = supervise.Keeper(cast("holding.LeaseHolder", Noticing([])), reservation, cast("Offspring", None))
+    keeper = supervise.Keeper(Noticing([]), HELD, None)
     reader, writer = os.pipe()
     os.close(reader)
     keeper._follow(writer)
@@ -287,7 +280,7 @@ def test_a_lost_connection_is_told_where_the_services_are_lost_with_it(
     monkeypatch.setattr(jobs.Job, "look", away)
     made = [over_ssh.Supervised(Orders(**NO_TEXTS), [])]
     with pytest.raises(UnavailableError, match="the command is stopped there"):
-        jobs.supervise(cast("Any", None), api.Reservation(), made, stdout=1, once=True)
+        jobs.supervise(None, api.Reservation(), made, stdout=1, once=True)
 
 
 def test_ctrl_z_says_how_long_the_lease_lasts_that_is_not_renewed_meanwhile(
@@ -295,10 +288,7 @@ def test_ctrl_z_says_how_long_the_lease_lasts_that_is_not_renewed_meanwhile(
 ) -> None:
     sent: list[int] = []
     monkeypatch.setattr(os, "kill", lambda _pid, number: sent.append(number))
-    reservation = api.Reservation(ttl=to_duration(600), remaining=to_duration(600))
-    keeper = supervise.Keeper(
-        cast("holding.LeaseHolder", Noticing([])), reservation, cast("Offspring", None), sent.append
-    )
+    keeper = supervise.Keeper(Noticing([]), HELD, None, sent.append)
     keeper.told_to_pause(signal.SIGTSTP, None)
     assert sent == [signal.SIGSTOP]
     assert "`fg` or `bg` within 9m" in capsys.readouterr().err
@@ -330,10 +320,9 @@ def test_a_job_is_told_to_move_only_once_it_could_start_at_its_new_place(
         signals.append(number)
         told.set()
 
-    reservation = api.Reservation(ttl=to_duration(600), remaining=to_duration(600))
     holder = Noticing(["moved"], detached=True)
     holder.next_node = "beta"
-    keeper = supervise.Keeper(cast("holding.LeaseHolder", holder), reservation, cast("Offspring", None), send)
+    keeper = supervise.Keeper(holder, HELD, None, send)
     keeper._renewed()
     assert told.wait(30)
     assert (signals, tries) == ([signal.SIGUSR1], ["beta"] * 3)
@@ -356,10 +345,10 @@ def test_a_start_is_told_once_and_of_a_job_that_was_moved_meanwhile_its_killed_s
             raise AssertionError("it is another attempt's")
 
     orders = Orders(command=("true",), reports=True, on_move=signal.SIGUSR1, **NO_TEXTS)
-    holder = holding.LeaseHolder(orders, cast("list[AllocatorServiceStub]", [Moving()]))
+    holder = holding.LeaseHolder(orders, [Moving()])
     holder.killed(137)
     assert ([one.HasField("member") for one in told], holder.moved is not None) == ([False], True)
-    other = holding.LeaseHolder(orders, cast("list[AllocatorServiceStub]", [Moving()]))
+    other = holding.LeaseHolder(orders, [Moving()])
     other.started(7)
     other.ended(0, "saved", leaves=True)
     assert (told[-1].ended_attempt, told[-1].member.pid, other.all_ended) == (1, 7, False)
@@ -381,7 +370,7 @@ def test_a_job_whose_program_is_missing_tells_why_it_has_an_exit_code(
             told.append((code, why))
 
     monkeypatch.setattr(processes, "start", lambda *_, **__: processes.NOT_FOUND)
-    assert supervise._run(cast("holding.LeaseHolder", Holder()), api.Reservation(), stdout=None) == 127
+    assert supervise._run(Holder(), api.Reservation(), stdout=None) == 127
     assert told == [(127, "it did not start: no-such-program was not found")]
 
 
@@ -446,7 +435,7 @@ def test_output_of_members_without_lines_is_not_kept_back(monkeypatch: pytest.Mo
     with TemporaryFile() as source, TemporaryFile() as kept:
         source.write(b"12345\n" + b"x" * 50 + b"\nend")
         source.seek(0)
-        over_ssh._copy(cast("subprocess.Popen[bytes]", None), source, kept.fileno(), b"[0] ", [])
+        over_ssh._copy(None, source, kept.fileno(), b"[0] ", [])
         kept.seek(0)
         lines = kept.read().splitlines()
     assert max(map(len, lines)) <= len("[0] ") + 20

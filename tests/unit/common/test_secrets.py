@@ -67,23 +67,11 @@ def test_secret_urls_compare_by_content() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "",
-        "canary",
-        "//canary@host",
-        "amqp://",
-        "amqp:///canary?host=/canary",
-        "postgresql:canary",
-        "postgresql://:canary/secret@/db?host=/run",
-        "amqp://canary:secret@",
-        "amqp://user:canary@host:0/",
-        "amqp://user:canary@host:99999/",
-        "amqp://user:canary@host:port/",
-        "amqp://user:p@ss/canary@host/",
-        "amqp://user:can#ary@host/",
-        "amqp://user:can?ary@host/",
-        "amqp://user:canary@[host/",
-        "amqp://user:canary@ho st/",
-        "amqp://user:canary@host/\n",
+        *("", "canary", "//canary@host", "amqp://", "amqp:///canary?host=/canary", "amqp://canary:secret@"),
+        *("postgresql:canary", "postgresql://:canary/secret@/db?host=/run", "amqp://user:canary@host:0/"),
+        *("amqp://user:canary@host:99999/", "amqp://user:canary@host:port/", "amqp://user:p@ss/canary@host/"),
+        *("amqp://user:can#ary@host/", "amqp://user:can?ary@host/", "amqp://user:canary@[host/"),
+        *("amqp://user:canary@ho st/", "amqp://user:canary@host/\n"),
     ],
 )
 def test_what_is_not_a_url_is_refused_without_showing_it(text: str) -> None:

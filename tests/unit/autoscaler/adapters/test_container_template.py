@@ -81,22 +81,12 @@ def test_a_replica_without_gpus_asks_for_none_and_gets_none_through_its_image() 
 
 def test_everything_that_a_template_may_ask_for() -> None:
     found = request(
-        entrypoint=["/usr/bin/env"],
-        env={"COLOR": "green"},
-        pass_env=["TOKEN"],
-        user="1000:1000",
-        stop_signal="SIGINT",
+        entrypoint=["/usr/bin/env"], env={"COLOR": "green"}, pass_env=["TOKEN"],
+        user="1000:1000", stop_signal="SIGINT", memory="2GiB", cpus=1.5, shm_size="1GiB", pids=100,
         health_check={"command": ["probe", "{queue}"], "period": 2, "timeout": 1, "failures": 4},
-        memory="2GiB",
-        cpus=1.5,
-        shm_size="1GiB",
-        pids=100,
-        network="host",
-        init=True,
-        read_only=True,
-        drop_capabilities=False,
+        network="host", init=True, read_only=True, drop_capabilities=False,
         mounts=[{"source": "/srv/models", "target": "/models"}],
-    )
+    )  # fmt: skip
     assert found["Entrypoint"] == ("/usr/bin/env",)
     assert isinstance(found["Env"], list)
     assert {"COLOR=green", "TOKEN=t"} <= set(found["Env"])
@@ -109,13 +99,8 @@ def test_everything_that_a_template_may_ask_for() -> None:
         "StartPeriod": 300_000_000_000,
     }
     limits = found["HostConfig"]
-    assert {name: limits[name] for name in ("Memory", "MemorySwap", "NanoCpus", "ShmSize", "PidsLimit")} == {
-        "Memory": 2 << 30,
-        "MemorySwap": 2 << 30,
-        "NanoCpus": 1_500_000_000,
-        "ShmSize": 1 << 30,
-        "PidsLimit": 100,
-    }
+    assert limits["Memory"] == limits["MemorySwap"] == 2 << 30
+    assert (limits["NanoCpus"], limits["ShmSize"], limits["PidsLimit"]) == (1_500_000_000, 1 << 30, 100)
     assert (limits["Init"], limits["ReadonlyRootfs"], limits["CapDrop"]) == (True, True, [])
     assert limits["NetworkMode"] == "host"
     assert limits["Mounts"] == [
