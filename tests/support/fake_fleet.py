@@ -54,13 +54,9 @@ def node_message(
     """A node with these GPUs, or with `count` equal ones named `<node>-0` and so on."""
     plain = [gpu_message(f"{node}-{index}", index) for index in range(count)]
     snapshot = types_api.Snapshot(
-        node=node,
-        period=wire.to_duration(period),
-        age=wire.to_duration(age),
-        gpus=[*gpus, *plain],
-        gpu_problem=gpu_problem,
-        simulated=True,
-    )
+        node=node, period=wire.to_duration(period), age=wire.to_duration(age), gpus=[*gpus, *plain],
+        gpu_problem=gpu_problem, simulated=True,
+    )  # fmt: skip
     return monitor_api.Node(name=names.node_name(node), state=state, snapshot=snapshot)
 
 

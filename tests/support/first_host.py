@@ -39,13 +39,8 @@ class Site:
 
     async def as_admin(self, *words: str) -> Ran:
         who = (
-            "--address",
-            self.gateway,
-            "--ca-file",
-            str(self.pki / "ca.crt"),
-            "--token-file",
-            str(self.admin),
-        )
+            "--address", self.gateway, "--ca-file", str(self.pki / "ca.crt"), "--token-file", str(self.admin),
+        )  # fmt: skip
         return await self.ctl(*who, *words)
 
 

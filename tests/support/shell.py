@@ -35,13 +35,10 @@ USED = (
     ),
     *("gpuscale.api.monitor.v1.metric_pb2", "gpuscale.api.autoscaler.v1.rule_pb2", "gpuscale.common.wire"),
     *(
-        "gpuscale.client.jobs",
-        "gpuscale.client",
-        "gpuscale.client.connection",
-        "gpuscale.common.secrets",
+        "gpuscale.client.jobs", "gpuscale.client", "gpuscale.client.connection", "gpuscale.common.secrets",
         "grpc",
     ),
-)
+)  # fmt: skip
 """What most commands load, at its first use: to list the names of a module is to use it."""
 
 

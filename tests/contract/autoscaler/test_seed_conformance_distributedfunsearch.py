@@ -33,17 +33,10 @@ EVALUATORS = [
     Row(3, evaluator(0, cpu=100, load=9), 2), Row(1, evaluator(0), 1),
 ]  # fmt: skip
 CONFIG = {
-    "sampler_scale_up_threshold": 5,
-    "evaluator_scale_up_threshold": 2,
-    "min_gpu_memory_gib": 40,
-    "max_gpu_utilization": 30,
-    "min_system_memory_gib": 8,
-    "cpu_usage_threshold": 80,
-    "normalized_load_threshold": 0.5,
-    "check_interval": 60,
-    "max_samplers": 3,
-    "max_evaluators": 2,
-}
+    "sampler_scale_up_threshold": 5, "evaluator_scale_up_threshold": 2, "min_gpu_memory_gib": 40,
+    "max_gpu_utilization": 30, "min_system_memory_gib": 8, "cpu_usage_threshold": 80,
+    "normalized_load_threshold": 0.5, "check_interval": 60, "max_samplers": 3, "max_evaluators": 2,
+}  # fmt: skip
 """A whole `ScalingConfig`: each role takes its own part of it."""
 
 

@@ -119,15 +119,9 @@ WATCHER = autoscaler_api.QueueWatcher(
     etag="w1",
 )
 REPLICA = autoscaler_api.Replica(
-    name="endpoints/jobs/replicas/p1",
-    state="STATE_READY",
-    adapter="adapters/host-1",
-    node="nodes/host-1",
-    gpu_uuids=[UUIDS[0]],
-    reservation="reservations/r1",
-    pid=4711,
-    create_time=LONG_AGO,
-)
+    name="endpoints/jobs/replicas/p1", state="STATE_READY", adapter="adapters/host-1", node="nodes/host-1",
+    gpu_uuids=[UUIDS[0]], reservation="reservations/r1", pid=4711, create_time=LONG_AGO,
+)  # fmt: skip
 DECISION = autoscaler_api.Decision(
     name="endpoints/jobs/decisions/d1",
     create_time=LONG_AGO,
@@ -154,14 +148,9 @@ DECISION = autoscaler_api.Decision(
     summary="queue is long, GPUs are short",
 )  # fmt: skip
 CORDON = allocator_api.Cordon(
-    name="nodes/host-1/cordon",
-    target="nodes/host-1",
-    reason="fan",
-    author="local",
-    create_time=LONG_AGO,
-    drain_deadline=LONG_AGO,
-    reservations=["reservations/r1"],
-)
+    name="nodes/host-1/cordon", target="nodes/host-1", reason="fan", author="local", create_time=LONG_AGO,
+    drain_deadline=LONG_AGO, reservations=["reservations/r1"],
+)  # fmt: skip
 QUOTA = allocator_api.Quota(
     name="quotas/vision", tenant="vision", gpu_milli_limit=8000, gpu_milli_held=1500, waiting_count=2
 )
@@ -169,15 +158,9 @@ USED = allocator_api.UsageRow(labels={"team": "vision"}, granted_gpu_microsecond
 STATISTICS = allocator_api.GpuStatistics(name=NODE.snapshot.gpus[0].name, model="H100", energy_joules=7200)
 RECORDING = monitor_api.Recording(name="recordings/nightly", state="STATE_RUNNING", start_time=LONG_AGO)
 EVENT = monitor_api.HealthEvent(
-    name="healthEvents/7",
-    node=NODE.name,
-    gpu=NODE.snapshot.gpus[0].name,
-    uuid=UUIDS[0],
-    message="hot",
-    start_time=LONG_AGO,
-    last_time=LONG_AGO,
-    count=1,
-)
+    name="healthEvents/7", node=NODE.name, gpu=NODE.snapshot.gpus[0].name, uuid=UUIDS[0], message="hot",
+    start_time=LONG_AGO, last_time=LONG_AGO, count=1,
+)  # fmt: skip
 BOOKING = allocator_api.Booking(
     name="bookings/demo",
     owner="ann",
@@ -234,13 +217,9 @@ ESTIMATE = allocator_api.EstimateRequirementsResponse(
     gpu_count=4, memory_bytes=20_000 << 20, notes=["by the table"], ignored_parameters=["x"]
 )
 MOVE = allocator_api.RebalanceMove(
-    reservation=RESERVATION.name,
-    holder="job",
-    from_node="nodes/n2",
-    gpus=RESERVATION.gpus,
-    cost_gpu_seconds=5400,
-    message="preemptible",
-)
+    reservation=RESERVATION.name, holder="job", from_node="nodes/n2", gpus=RESERVATION.gpus,
+    cost_gpu_seconds=5400, message="preemptible",
+)  # fmt: skip
 PARTITIONED = allocator_api.RebalancePlan(
     message="it would fit",
     partitions=[{"gpu": "nodes/n2/gpus/gpu-1", "index": 3, "profiles": ["3g.40gb", "1g.10gb"]}],
@@ -249,14 +228,9 @@ RANKED = allocator_api.RankedNode(
     name="nodes/host-1", idle_gpu_count=1, gpu_count=2, sufficient=True, message="1 of 2 GPUs idle"
 )
 ADAPTER = autoscaler_api.Adapter(
-    name="adapters/host-1",
-    kind="process",
-    node="nodes/host-1",
-    state="STATE_CONNECTED",
-    templates=["worker"],
-    replica_count=1,
-    last_seen_time=LONG_AGO,
-)
+    name="adapters/host-1", kind="process", node="nodes/host-1", state="STATE_CONNECTED",
+    templates=["worker"], replica_count=1, last_seen_time=LONG_AGO,
+)  # fmt: skip
 BACKTEST = autoscaler_api.Backtest(
     name="backtests/b1",
     spec={"policies": [{"name": "hpa"}]},

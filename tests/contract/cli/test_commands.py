@@ -39,15 +39,9 @@ TRACE = "arrival_seconds,service_seconds\n0,1\n5,2\n"
 GETS = ("nodes", "gpus", "reservations", "endpoints", "replicas", "watchers", "decisions", "adapters")
 KEYS = {noun: noun for noun in GETS} | {"watchers": "queueWatchers"}
 NAMES = {
-    "nodes": "host-1",
-    "gpus": canned.UUIDS[1],
-    "reservations": "r1",
-    "endpoints": "jobs",
-    "replicas": "jobs/p1",
-    "watchers": "watchers/jobs",
-    "decisions": "jobs/d1",
-    "adapters": "host-1",
-}
+    "nodes": "host-1", "gpus": canned.UUIDS[1], "reservations": "r1", "endpoints": "jobs",
+    "replicas": "jobs/p1", "watchers": "watchers/jobs", "decisions": "jobs/d1", "adapters": "host-1",
+}  # fmt: skip
 COMMANDS: list[tuple[str, ...]] = [
     *(("get", noun) for noun in GETS),
     *(("get", noun, name) for noun, name in NAMES.items()),
@@ -846,12 +840,9 @@ def test_topology_is_a_matrix_of_links_and_bridges(
     node.snapshot.host.network_adapters.add(name="eth0")
     world.things[node.name] = node
     whole = [
-        "       GPU0 GPU1 mlx5_0 eth0 NUMA",
-        "GPU0   X    NV18 PHB    -    1",
-        "GPU1   NV18 X    PHB    -    -",
-        "mlx5_0 PHB  PHB  X      -    -",
-        "eth0   -    -    -      X    -",
-    ]
+        "       GPU0 GPU1 mlx5_0 eth0 NUMA", "GPU0   X    NV18 PHB    -    1",
+        "GPU1   NV18 X    PHB    -    -", "mlx5_0 PHB  PHB  X      -    -", "eth0   -    -    -      X    -",
+    ]  # fmt: skip
     assert ctl("topology", "host-1").out.splitlines()[:6] == [*whole, ""]
     data = json.loads(ctl("topology", "host-1", "-o", "json").out)
     assert [one["name"] for one in data["devices"]] == ["GPU0", "GPU1", "mlx5_0", "eth0"]

@@ -107,18 +107,10 @@ def test_what_is_printed_can_be_typed_back(ctl: Any, noun: str) -> None:
 
 
 NAMES = {
-    "NAME": "",
-    "PID": "processes",
-    "TENANT": "quotas",
-    "OF": "metrics",
-    "NODE": "nodes",
-    "UUID": "gpus",
-    "UUIDS": "gpus",
-    "SUBJECT": "reservations",
-    "RESERVATION": "reservations",
-    "ADAPTER": "adapters",
+    "NAME": "", "PID": "processes", "TENANT": "quotas", "OF": "metrics", "NODE": "nodes", "UUID": "gpus",
+    "UUIDS": "gpus", "SUBJECT": "reservations", "RESERVATION": "reservations", "ADAPTER": "adapters",
     "THERE": "reservations",
-}
+}  # fmt: skip
 """Columns that hold names, and the kinds these are of; of NAME this depends on the command."""
 
 

@@ -90,15 +90,11 @@ def test_a_lease_that_was_released_before_anybody_said_so_is_renewed_no_more() -
 
 
 STAGES: dict[str, tuple[object, str]] = {
-    "bad-sampling": (SignalSources, "sample"),
-    "bad-reading": (reconciler, "read_known"),
-    "bad-evaluating": (reconciler, "asked"),
-    "bad-planning": (planning, "plan"),
-    "bad-acting": (Actor, "act"),
-    "bad-keeping": (Histories, "note"),
-    "bad-composing": (reconciler, "compose"),
+    "bad-sampling": (SignalSources, "sample"), "bad-reading": (reconciler, "read_known"),
+    "bad-evaluating": (reconciler, "asked"), "bad-planning": (planning, "plan"), "bad-acting": (Actor, "act"),
+    "bad-keeping": (Histories, "note"), "bad-composing": (reconciler, "compose"),
     "bad-noting": (decision_log, "record"),
-}
+}  # fmt: skip
 
 
 def _broken(stage: str, met: Counter[str]) -> Callable[..., Any]:

@@ -21,12 +21,9 @@ from gpuscale.common.rpc.validation import MAX_VIOLATIONS, FieldRules, rules_of,
 from gpuscale.internal.autoscaler import v1 as autoscaler_internal
 
 KINDS = (
-    allocator_api.ReserveRequest,
-    autoscaler_api.CreateEndpointRequest,
-    autoscaler_internal.Report,
-    types_api.Snapshot,
-    types_api.GpuReading,
-)
+    allocator_api.ReserveRequest, autoscaler_api.CreateEndpointRequest, autoscaler_internal.Report,
+    types_api.Snapshot, types_api.GpuReading,
+)  # fmt: skip
 TEXTS = st.sampled_from(
     [
         *("", "a", "A b", " a", "\x00", "a\u202e"), *("x" * length for length in (63, 64, 254, 1024, 1025)),

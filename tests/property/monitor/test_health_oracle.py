@@ -148,12 +148,8 @@ class Site:
                 gpu.reading = random_reading(self.source)
             if self.source.random() < 0.02:
                 ill = [
-                    GpuState.LOST,
-                    GpuState.RESET_REQUIRED,
-                    GpuState.HUNG,
-                    GpuState.SLOW,
-                    GpuState.RELEASED,
-                ]
+                    GpuState.LOST, GpuState.RESET_REQUIRED, GpuState.HUNG, GpuState.SLOW, GpuState.RELEASED,
+                ]  # fmt: skip
                 gpu.state = self.source.choice([GpuState.OK] * 4 + [GpuState.DEGRADED] + ill)
             if self.source.random() < 0.006:
                 gpu.shown = not gpu.shown

@@ -19,13 +19,8 @@ def folder() -> Path:
     atexit.register(guarded.close)
     source = Path(__file__).with_name("cuda.c")
     words = (
-        str(compiler()),
-        *FLAGS,
-        f"-Wl,-soname,{LIBRARY}",
-        "-o",
-        str(guarded.path / LIBRARY),
-        str(source),
-    )
+        str(compiler()), *FLAGS, f"-Wl,-soname,{LIBRARY}", "-o", str(guarded.path / LIBRARY), str(source),
+    )  # fmt: skip
     built = subprocess.run(words, check=False, capture_output=True, text=True, timeout=120)
     if built.returncode:
         raise RuntimeError(f"the CUDA double does not build:\n{built.stderr}")

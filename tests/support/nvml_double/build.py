@@ -15,16 +15,9 @@ LIBRARY_NAME = "libnvidia-ml.so.1"
 
 _SOURCES = Path(__file__).parent / "c"
 FLAGS = (
-    "-std=c11",
-    "-D_GNU_SOURCE",
-    "-O1",
-    "-shared",
-    "-fPIC",
-    "-pthread",
-    "-fvisibility=hidden",
-    "-Wall",
+    "-std=c11", "-D_GNU_SOURCE", "-O1", "-shared", "-fPIC", "-pthread", "-fvisibility=hidden", "-Wall",
     "-Wextra",
-)
+)  # fmt: skip
 
 
 def compiler() -> str | None:

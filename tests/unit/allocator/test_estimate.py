@@ -12,14 +12,10 @@ SPELLINGS = [
     (kind, spelling)
     for kind, long in LONG.items()
     for spelling in (
-        f"{long}-parallel-size",
-        f"{long}-parallel-size".replace("-", "_"),
-        f"{kind}-size",
-        f"{kind}_size",
-        kind,
-        kind.upper(),
+        f"{long}-parallel-size", f"{long}-parallel-size".replace("-", "_"), f"{kind}-size", f"{kind}_size",
+        kind, kind.upper(),
     )
-]
+]  # fmt: skip
 
 
 def violations(parameters: dict[str, object]) -> list[str]:

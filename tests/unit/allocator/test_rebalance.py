@@ -43,14 +43,18 @@ def _fleet_in_twos() -> _Fleet:
     return _Fleet(2, ("a", 0, (0, 1), 50.0), ("b", 1, (0, 1), 20.0))
 
 
-def test_a_node_of_what_may_not_move_is_no_help() -> None:
-    of = _Fleet(2, ("a", 0, (0, 1), None), ("b", 1, (0, 1), None))
-    assert of.plan(ask(4)) == NoMoves("no node that could serve it has enough that may move")
-
-
-def test_nobody_moves_without_a_place_elsewhere() -> None:
-    of = _Fleet(2, ("a", 0, (0, 1), 50.0), ("b", 1, (0, 1, 2), 20.0))
-    assert of.plan(ask(4)) == NoMoves("what would have to leave has no free place elsewhere")
+@pytest.mark.parametrize(
+    ("price", "gpus", "why"),
+    [
+        (None, (0, 1), "no node that could serve it has enough that may move"),
+        (50.0, (0, 1, 2), "what would have to leave has no free place elsewhere"),
+    ],
+)
+def test_nobody_moves_who_may_not_or_without_a_place_elsewhere(
+    price: float | None, gpus: tuple[int, ...], why: str
+) -> None:
+    of = _Fleet(2, ("a", 0, (0, 1), price), ("b", 1, gpus, price))
+    assert of.plan(ask(4)) == NoMoves(why)
 
 
 def test_a_gang_of_eight_gets_two_nodes_of_what_is_free_in_ones_and_twos() -> None:

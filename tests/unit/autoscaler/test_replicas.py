@@ -48,16 +48,19 @@ def test_one_that_should_stop_stays_draining_until_it_has_ended() -> None:
         assert reported(draining, ReplicaReport(state), AT).state is S.DRAINING
 
 
-@pytest.mark.parametrize("code", [0, 1, None])
-def test_one_that_ends_by_itself_has_failed(code: int | None) -> None:
-    gone = reported(replica(0, S.READY, lease=lease()), ReplicaReport(S.FAILED, exit_code=code), AT)
-    assert (gone.state, gone.owes_release, gone.end_reason) == (S.FAILED, True, EndReason.EXITED)
-
-
-def test_one_that_its_adapter_stopped_has_not_failed() -> None:
-    """Else a clean restart of many replicas would look like a crash loop, and wait out its back-off."""
-    gone = reported(replica(0, S.READY, lease=lease()), ReplicaReport(S.STOPPED, exit_code=0), AT)
-    assert (gone.state, gone.owes_release, gone.end_reason) == (S.STOPPED, True, EndReason.ADAPTER_STOPPED)
+@pytest.mark.parametrize(
+    ("state", "code", "reason"),
+    [
+        *((S.FAILED, code, EndReason.EXITED) for code in (0, 1, None)),
+        # Else a clean restart of many replicas would look like a crash loop, and wait out its back-off.
+        (S.STOPPED, 0, EndReason.ADAPTER_STOPPED),
+    ],
+)
+def test_one_that_ends_by_itself_has_failed_and_one_that_its_adapter_stopped_has_not(
+    state: S, code: int | None, reason: EndReason
+) -> None:
+    gone = reported(replica(0, S.READY, lease=lease()), ReplicaReport(state, exit_code=code), AT)
+    assert (gone.state, gone.owes_release, gone.end_reason) == (state, True, reason)
 
 
 def test_a_pending_replica_stops_where_nobody_was_told_of_it() -> None:

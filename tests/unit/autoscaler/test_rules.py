@@ -1,6 +1,8 @@
 """Rules that step, go by the clock or are proportional, at and around every boundary, and while sources are silent."""
 
 import ast
+from collections.abc import Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -138,19 +140,32 @@ def test_a_window_that_is_not_full_allows_no_reduction() -> None:
         assert (outcome.vote, outcome.step.code) == (Vote.HOLD, Code.WINDOW_NOT_FULL), kind
 
 
+PATIENT = DrainRule(deadline=1e9, service_time=4.0, utilization=1.0, busy_signal="busy")
+
+
+def drained(
+    kind: DrainRule, *, before: int = 3, fields: Mapping[str, Any] | None = None, **shown: float | InputSeries
+) -> RuleOutcome:
+    """The outcome where signals show these values, and showed them all along, or the newest of these series."""
+    series = {name: one if isinstance(one, InputSeries) else steady(one) for name, one in shown.items()}
+    seen_now = [seen(one.values[-1], name) for name, one in series.items()]
+    return apply_rule(Rule("r", "queue", kind), inputs(before, *seen_now, series=series, **fields or {}))
+
+
+def growing(first: float, step: float) -> InputSeries:
+    """One more `step` every two seconds of a minute, up to NOW."""
+    return series_of((NOW - 60 + 2 * n, first + step * n) for n in range(31))
+
+
 @pytest.mark.parametrize(("waiting", "after"), [(0.0, 5), (15.0, 5), (16.0, 6), (60.0, 8)])
 def test_a_drain_works_off_what_waits_with_the_room_that_it_has_and_then_with_more(
     waiting: float, after: int
 ) -> None:
     """2/s of 4 s are 4 replicas of 2 slots, and 5 at 0.8; 15 that wait need one for 30 s."""
-    shown = [seen(waiting), seen(8.0, "busy"), seen(2.0, "rate")]
-    series = {"queue": steady(waiting), "busy": steady(8.0), "rate": steady(2.0)}
-    kind = DrainRule(
-        deadline=30.0, service_time=4.0, slots=2.0, utilization=0.8, busy_signal="busy", rate_signal="rate"
-    )
-    outcome = apply_rule(Rule("r", "queue", kind), inputs(3, *shown, series=series))
-    assert outcome.step.after == after
-    assert f"need 5.00 with 1.00 to spare, and {waiting:g} waiting within 30 s" in outcome.step.text
+    kind = replace(PATIENT, deadline=30.0, slots=2.0, utilization=0.8, rate_signal="rate")
+    step = drained(kind, queue=waiting, busy=8.0, rate=2.0).step
+    assert step.after == after
+    assert f"need 5.00 with 1.00 to spare, and {waiting:g} waiting within 30 s" in step.text
 
 
 @pytest.mark.parametrize(
@@ -167,22 +182,13 @@ def test_a_drain_leaves_no_more_room_than_chance_takes(
 ) -> None:
     """A fifth of the room to spare, or the square root of what is in hand; 45 that wait need six for 30 s."""
     kind = DrainRule(30.0, service_time=4.0, tolerance=0.0, headroom=1.0, busy_signal="busy")
-    series = {"queue": steady(waiting), "busy": steady(busy)}
-    outcome = apply_rule(
-        Rule("r", "queue", kind), inputs(3, seen(waiting), seen(busy, "busy"), series=series)
-    )
-    assert outcome.step.after == after
-    assert said in outcome.step.text
+    step = drained(kind, queue=waiting, busy=busy).step
+    assert (step.after, said in step.text) == (after, True), step.text
 
 
 def test_a_drain_reckons_arrivals_from_what_is_in_hand_and_what_grows() -> None:
     """Eight in hand of 4 s each leave at 2/s; the queue grows by 1/s: 3/s arrive."""
-    growing = series_of((NOW - 60 + 2 * n, 10.0 + 2 * n) for n in range(31))
-    kind = DrainRule(deadline=1e9, service_time=4.0, utilization=1.0, busy_signal="busy")
-    shown = [seen(70.0), seen(8.0, "busy")]
-    outcome = apply_rule(
-        Rule("r", "queue", kind), inputs(3, *shown, series={"queue": growing, "busy": steady(8.0)})
-    )
+    outcome = drained(PATIENT, queue=growing(10.0, 2.0), busy=8.0)
     assert outcome.step.after == 3 * 4 + 1  # and a breath for what waits
 
 
@@ -199,22 +205,15 @@ def test_a_drain_needs_room_for_what_will_be_in_hand_once_a_replica_is_ready(
     startup: float | None, after: int, said: str
 ) -> None:
     """Thirty in hand, one more a second, of 120 s each: 150 in the end, and fewer when a start is done."""
-    more = series_of((NOW - 60 + 2 * n, 2.0 * n) for n in range(31))
-    kind = DrainRule(deadline=1e9, service_time=120.0, utilization=1.0, tolerance=0.0, busy_signal="busy")
-    series = {"queue": steady(0.0), "busy": more}
-    shown = [seen(0.0), seen(60.0, "busy")]
-    outcome = apply_rule(Rule("r", "queue", kind), inputs(3, *shown, series=series, startup=startup))
-    assert outcome.step.after == after
-    assert said in outcome.step.text
+    kind = replace(PATIENT, service_time=120.0, tolerance=0.0)
+    step = drained(kind, queue=0.0, busy=growing(0.0, 2.0), fields={"startup": startup}).step
+    assert (step.after, said in step.text) == (after, True), step.text
 
 
 def test_a_drain_counts_the_growth_of_what_is_in_hand_too() -> None:
     """Six in hand on average of 4 s each leave at 1.5/s; there is one more in hand every 10 s: 1.6/s arrive."""
-    more = series_of((NOW - 60 + 2 * n, 3.0 + 0.2 * n) for n in range(31))
-    kind = DrainRule(deadline=1e9, service_time=4.0, utilization=0.1, tolerance=0.0, busy_signal="busy")
-    shown = [seen(0.0), seen(9.0, "busy")]
-    series = {"queue": steady(0.0), "busy": more}
-    outcome = apply_rule(Rule("r", "queue", kind), inputs(3, *shown, series=series))
+    kind = replace(PATIENT, utilization=0.1, tolerance=0.0)
+    outcome = drained(kind, queue=0.0, busy=growing(3.0, 0.2))
     assert outcome.step.after == 64  # 1.6/s of 4 s, at a tenth of what a replica can
 
 
@@ -226,30 +225,26 @@ def test_a_drain_that_reads_everything_takes_what_replicas_have_room_for_as_in_h
 
 def test_a_drain_learns_how_long_work_takes() -> None:
     """Little's law: 10 in hand and 2/s that leave are 5 s each."""
-    kind = DrainRule(deadline=1e9, utilization=1.0, busy_signal="busy", rate_signal="rate")
-    shown = [seen(0.0), seen(10.0, "busy"), seen(2.0, "rate")]
-    series = {"queue": steady(0.0), "busy": steady(10.0), "rate": steady(2.0)}
-    assert apply_rule(Rule("r", "queue", kind), inputs(3, *shown, series=series)).step.after == 10
+    kind = replace(PATIENT, service_time=None, rate_signal="rate")
+    assert drained(kind, queue=0.0, busy=10.0, rate=2.0).step.after == 10
+
+
+HOLDING = replace(PATIENT, deadline=30.0, catch_up_held=60.0)
 
 
 def test_what_a_drain_asks_for_beyond_what_waits_is_told_apart() -> None:
-    shown, series = [seen(60.0), seen(8.0, "busy")], {"queue": steady(60.0), "busy": steady(8.0)}
-    kind = DrainRule(deadline=30.0, service_time=4.0, utilization=1.0, busy_signal="busy", catch_up_held=60.0)
-    outcome = apply_rule(Rule("r", "queue", kind), inputs(3, *shown, series=series))
+    outcome = drained(HOLDING, queue=60.0, busy=8.0)
     assert (outcome.step.after, outcome.lasting) == (8 + 60 * 4 // 30, 8)
 
 
 @pytest.mark.parametrize(("ago", "after"), [(59.0, 9), (60.0, 2)])
 def test_a_drain_gives_nothing_up_right_after_a_change(ago: float, after: int) -> None:
-    shown, series = [seen(0.0), seen(2.0, "busy")], {"queue": steady(0.0), "busy": steady(2.0)}
-    kind = DrainRule(deadline=30.0, service_time=4.0, utilization=1.0, busy_signal="busy", catch_up_held=60.0)
-    went = inputs(9, *shown, series=series, last_changes={"r": NOW - ago})
-    assert apply_rule(Rule("r", "queue", kind), went).step.after == after
+    changed = {"last_changes": {"r": NOW - ago}}
+    assert drained(HOLDING, before=9, fields=changed, queue=0.0, busy=2.0).step.after == after
 
 
 def test_a_drain_without_its_further_signals_holds() -> None:
-    kind = DrainRule(deadline=30.0, service_time=1.0, busy_signal="busy")
-    outcome = apply_rule(Rule("r", "queue", kind), inputs(3, seen(0.0), series={"queue": steady(0.0)}))
+    outcome = drained(DrainRule(deadline=30.0, service_time=1.0, busy_signal="busy"), queue=0.0)
     assert (outcome.vote, outcome.step.code) == (Vote.HOLD, Code.SIGNAL_MISSING)
 
 

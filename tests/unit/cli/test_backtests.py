@@ -9,15 +9,9 @@ from gpuscale.cli.manifests import ManifestError, parse_policies
 from gpuscale.client.tuning import TuningGoal
 
 NOTHING: Any = {
-    "trace": "",
-    "history": "",
-    "service_time": None,
-    "slots": 1,
-    "max_gpus": None,
-    "cold_start": (30.0, 30.0),
-    "kills": False,
-    "seed": 0,
-}
+    "trace": "", "history": "", "service_time": None, "slots": 1, "max_gpus": None,
+    "cold_start": (30.0, 30.0), "kills": False, "seed": 0,
+}  # fmt: skip
 
 
 def test_a_goal_is_a_wait_or_what_a_policy_is_chosen_by() -> None:

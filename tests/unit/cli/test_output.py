@@ -211,14 +211,9 @@ def test_findings_are_paragraphs_that_lose_nothing(
     well = {"state": "OK", "what": "y", "found": "well", "advice": ""}
     Output().write_findings("findings", [found, well], ("what",))
     assert capsys.readouterr().out.splitlines() == [
-        "FAIL   x",
-        f"         {path}:",
-        "         not there",
-        "       do: make",
-        f"         {path}",
-        "         again",
-        "OK     y   well",
-    ]
+        "FAIL   x", f"         {path}:", "         not there", "       do: make", f"         {path}",
+        "         again", "OK     y   well",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -340,18 +335,10 @@ def test_what_will_be_taken_away_says_when_and_why() -> None:
 
 def test_a_description_has_sizes_rates_switches_and_large_numbers_as_people_read_them() -> None:
     reading = GpuReading(
-        memory_used_bytes=3 << 30,
-        pcie_sent_bytes_per_second=18 * 2.0**20,
-        energy_joules=1_234_567_890.4,
-        power_watts=70.123456,
-        persistence_mode=True,
-        vgpu_licensed=False,
-    )
+        memory_used_bytes=3 << 30, pcie_sent_bytes_per_second=18 * 2.0**20, energy_joules=1_234_567_890.4,
+        power_watts=70.123456, persistence_mode=True, vgpu_licensed=False,
+    )  # fmt: skip
     assert [*described(reading)] == [
-        "memoryUsedBytes: 3GiB",
-        "powerWatts: 70.1235",
-        "energyJoules: 1234567890",
-        "pcieSentBytesPerSecond: 18MiB/s",
-        "persistenceMode: true",
-        "vgpuLicensed: false",
-    ]
+        "memoryUsedBytes: 3GiB", "powerWatts: 70.1235", "energyJoules: 1234567890",
+        "pcieSentBytesPerSecond: 18MiB/s", "persistenceMode: true", "vgpuLicensed: false",
+    ]  # fmt: skip

@@ -82,14 +82,8 @@ def test_a_line_is_an_event(tmp_path: Path) -> None:
     log.close()
     second, first = read(AuditServicer(options), api.ListAuditEventsRequest()).audit_events
     told = (
-        first.caller,
-        first.role,
-        first.recognised_by,
-        first.peer,
-        first.method,
-        first.request_id,
-        first.code,
-    )
+        first.caller, first.role, first.recognised_by, first.peer, first.method, first.request_id, first.code,
+    )  # fmt: skip
     assert told == ("alice", Role.ROLE_OPERATOR, "token", "ipv4:10.0.0.9:1", RESERVE, "r1", "OK")
     assert (first.resource, [*first.reservations], [*first.gpu_uuids]) == (
         "training",

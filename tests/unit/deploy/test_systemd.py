@@ -68,11 +68,24 @@ def test_a_helper_hears_the_agents_user_where_the_agent_looks_for_it(
     assert "found_file" not in given or str(given.found_file) == f"%S/{program}/found.json"
 
 
-def test_the_agent_keeps_the_fences_of_work_that_it_admitted() -> None:
-    """Without a directory a restart forgets them, and work with an older fence would be admitted."""
-    unit = ROOT / "deploy" / "systemd" / "gpuscale-agent.service"
-    assert "--state-dir=%S/gpuscale/agent" in command(unit)
-    assert "StateDirectory=gpuscale gpuscale/agent" in unit.read_text().splitlines()
+@pytest.mark.parametrize(
+    ("program", "flag", "directory"),
+    [
+        # Without a directory a restart forgets fences, and work with an older one would be admitted.
+        ("agent", "--state-dir=%S/gpuscale/agent", "StateDirectory=gpuscale gpuscale/agent"),
+        (
+            "gateway",
+            "--audit-file=%L/gpuscale/gateway/audit.jsonl",
+            "LogsDirectory=gpuscale gpuscale/gateway",
+        ),
+    ],
+)
+def test_the_agent_keeps_the_fences_of_its_work_and_the_gateway_can_write_its_audit_log(
+    program: str, flag: str, directory: str
+) -> None:
+    unit = ROOT / "deploy" / "systemd" / f"gpuscale-{program}.service"
+    assert flag in command(unit)
+    assert directory in unit.read_text().splitlines()
 
 
 def test_work_is_admitted_on_the_agents_socket() -> None:
@@ -85,22 +98,13 @@ def test_work_is_admitted_on_the_agents_socket() -> None:
     assert host["adapter"]["agent_address"] == f"unix:{AGENT_SOCKET}"
 
 
-def test_the_gateway_can_write_its_audit_log() -> None:
-    unit = ROOT / "deploy" / "systemd" / "gpuscale-gateway.service"
-    assert "--audit-file=%L/gpuscale/gateway/audit.jsonl" in command(unit)
-    assert "LogsDirectory=gpuscale gpuscale/gateway" in unit.read_text().splitlines()
-
-
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
 def test_it_has_no_rights_beyond_those_of_a_service(unit: Path) -> None:
     lines = unit.read_text().splitlines()
     assert {
-        "NoNewPrivileges=yes",
-        "SystemCallFilter=@system-service",
-        "SystemCallArchitectures=native",
-        "LimitCORE=0",
-        "LimitNOFILE=65536",
-    } <= set(lines)
+        "NoNewPrivileges=yes", "SystemCallFilter=@system-service", "SystemCallArchitectures=native",
+        "LimitCORE=0", "LimitNOFILE=65536",
+    } <= set(lines)  # fmt: skip
     rights = [line for line in lines if line.startswith(("CapabilityBoundingSet=", "AmbientCapabilities="))]
     if unit.stem == "gpuscale-adapter":
         needed = "CAP_SETUID CAP_SETGID CAP_KILL CAP_SYS_PTRACE"

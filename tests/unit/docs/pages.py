@@ -13,12 +13,9 @@ ROOT = Path(__file__).resolve().parents[3]
 DOCS = ROOT / "docs"
 SERVICES = ROOT / "services"
 ROOMS = {
-    "common": "common",
-    "monitor": "monitor",
-    "allocator": "allocator",
-    "autoscaler": "autoscaler",
+    "common": "common", "monitor": "monitor", "allocator": "allocator", "autoscaler": "autoscaler",
     "gateway": "",
-}
+}  # fmt: skip
 """Page of a room, and where below `gpuscale` the names in its tables begin."""
 
 

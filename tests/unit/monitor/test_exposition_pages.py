@@ -334,14 +334,9 @@ async def test_a_health_event_that_lasts_is_one_series_however_often_it_is_there
     fleet.events = [Event(f"{n}", HealthCheck.XID, "alpha", "GPU-A", finding, 1.0, 1.0, 79) for n in "ab"]
     [shown] = named(await fleet.text(), "gpuscale_health_event")
     assert shown.labels == {
-        "node": "alpha",
-        "uuid": "GPU-A",
-        "check": "XID",
-        "severity": "CRITICAL",
-        "action": "RESET_GPU",
-        "fatal": "true",
-        "xid": "79",
-    }
+        "node": "alpha", "uuid": "GPU-A", "check": "XID", "severity": "CRITICAL", "action": "RESET_GPU",
+        "fatal": "true", "xid": "79",
+    }  # fmt: skip
 
 
 async def test_more_gpus_than_the_limit_are_counted_and_not_shown() -> None:

@@ -200,13 +200,9 @@ def test_processes_are_counted_and_an_empty_list_is_no_absent_one() -> None:
 def test_processes_have_series_of_their_own_up_to_a_number() -> None:
     """Those that hold most; what nobody tells of one has no series."""
     told = types_api.GpuProcess(
-        pid=7,
-        memory_used_bytes=GIB,
-        utilization_percent=25,
-        encoder_utilization_percent=50,
-        user="ann",
+        pid=7, memory_used_bytes=GIB, utilization_percent=25, encoder_utilization_percent=50, user="ann",
         program="python train.py",
-    )
+    )  # fmt: skip
     told.reservation = "reservations/r1"
     others = [types_api.GpuProcess(pid=100 + number, memory_used_bytes=number) for number in range(20)]
     silent = types_api.GpuProcess(pid=8)

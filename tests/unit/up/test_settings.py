@@ -83,12 +83,6 @@ def test_data_is_kept_where_users_keep_data(monkeypatch: pytest.MonkeyPatch) -> 
     assert load_all([]).up.data_dir == Path("/home/me/.local/share/gpuscale")
 
 
-def test_a_wrong_key_is_named(tmp_path: Path) -> None:
-    (tmp_path / "c.toml").write_text("[allocator]\nbogus = 1\n")
-    with pytest.raises(InvalidArgumentError, match="bogus"):
-        load_all(["--config", str(tmp_path / "c.toml")])
-
-
 def _unused() -> list[tuple[type[Settings], str]]:
     pairs: list[tuple[type[Settings], str]] = [
         (GatewaySettings, name) for name in GatewaySettings.model_fields
@@ -117,9 +111,16 @@ def test_what_up_would_not_use_is_refused_with_its_place(
         load_all([])
 
 
-def test_what_to_do_instead_is_said(tmp_path: Path) -> None:
-    (tmp_path / "c.toml").write_text('[gateway]\nmetrics_listen = "127.0.0.1:9402"\n')
-    with pytest.raises(InvalidArgumentError, match=r"set metrics_listen in \[agent\] or \[fleet\]"):
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[allocator]\nbogus = 1\n", "bogus"),
+        ('[gateway]\nmetrics_listen = "127.0.0.1:9402"\n', r"set metrics_listen in \[agent\] or \[fleet\]"),
+    ],
+)
+def test_a_wrong_key_is_named_and_what_to_do_instead(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "c.toml").write_text(text)
+    with pytest.raises(InvalidArgumentError, match=said):
         load_all(["--config", str(tmp_path / "c.toml")])
 
 

@@ -35,11 +35,8 @@ def test_the_whole_request_for_a_replica_on_gpus() -> None:
         "Image": IMAGE,
         "Cmd": ("worker", "--queue", "jobs"),
         "Env": [
-            "GPUSCALE_ENDPOINT=endpoints/chat",
-            "GPUSCALE_REPLICA=endpoints/chat/replicas/r1",
-            "GPUSCALE_FENCE=7",
-            "GPUSCALE_GPU_UUIDS=GPU-8f3c,GPU-11aa",
-            "GPUSCALE_RESERVATION=",
+            "GPUSCALE_ENDPOINT=endpoints/chat", "GPUSCALE_REPLICA=endpoints/chat/replicas/r1",
+            "GPUSCALE_FENCE=7", "GPUSCALE_GPU_UUIDS=GPU-8f3c,GPU-11aa", "GPUSCALE_RESERVATION=",
         ],
         "Labels": {
             "gpuscale.adapter": "here",
@@ -61,7 +58,7 @@ def test_the_whole_request_for_a_replica_on_gpus() -> None:
             "LogConfig": {"Type": "json-file", "Config": {"max-size": "4096", "max-file": "2"}},
             "DeviceRequests": [{"Driver": "nvidia", "DeviceIDs": [*GPUS], "Capabilities": [["gpu"]]}],
         },
-    }
+    }  # fmt: skip
 
 
 def test_where_its_server_shows_metrics_is_kept_with_the_container() -> None:
@@ -105,13 +102,10 @@ def test_everything_that_a_template_may_ask_for() -> None:
     assert limits["NetworkMode"] == "host"
     assert limits["Mounts"] == [
         {
-            "Type": "bind",
-            "Source": "/srv/models",
-            "Target": "/models",
-            "ReadOnly": True,
+            "Type": "bind", "Source": "/srv/models", "Target": "/models", "ReadOnly": True,
             "BindOptions": {"Propagation": "rprivate"},
         }
-    ]
+    ]  # fmt: skip
 
 
 def test_an_image_can_be_kept_from_asking_about_its_health() -> None:
@@ -154,20 +148,13 @@ def test_what_cannot_be_started_says_why(order: ReplicaOrder, table: dict[str, o
         *(
             {"mounts": [{"source": source, "target": "/x"}]}
             for source in (
-                "/",
-                "/var",
-                "/run/docker.sock",
-                "/proc",
-                "/etc/ssl",
-                "/srv/../etc",
-                "srv",
-                "//etc",
+                "/", "/var", "/run/docker.sock", "/proc", "/etc/ssl", "/srv/../etc", "srv", "//etc",
             )
         ),
         {"mounts": [{"source": "/srv", "target": "x"}]},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_what_no_template_may_ask_for(table: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         containers.ContainerTemplate.model_validate({"image": IMAGE, **table})

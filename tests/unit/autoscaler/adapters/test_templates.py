@@ -143,16 +143,11 @@ def test_the_environment_is_clean_but_for_what_the_template_says() -> None:
 @pytest.mark.parametrize(
     "table",
     [
-        {"env": {"CUDA_VISIBLE_DEVICES": "0"}},
-        {"env": {"GPUSCALE_REPLICA": "x"}},
-        {"pass_env": ["GPUSCALE_FENCE"]},
-        {"env": {"A=B": "x"}},
-        {"env": {"A": "x\0y"}},
-        {"pass_env": ["1A"]},
-        {"ready": "soon"},
-        {"shell": True},
+        {"env": {"CUDA_VISIBLE_DEVICES": "0"}}, {"env": {"GPUSCALE_REPLICA": "x"}},
+        {"pass_env": ["GPUSCALE_FENCE"]}, {"env": {"A=B": "x"}}, {"env": {"A": "x\0y"}}, {"pass_env": ["1A"]},
+        {"ready": "soon"}, {"shell": True},
     ],
-)
+)  # fmt: skip
 def test_a_template_may_not_set_what_the_adapter_sets(table: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         ProcessTemplate.model_validate({"command": ["/bin/prog"], **table})
