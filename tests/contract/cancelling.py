@@ -165,10 +165,8 @@ def copied(state: Path, to: Path) -> Path:
     to.mkdir(mode=0o700)
     for file in state.iterdir():
         if file.suffix == ".db":
-            source, target = (
-                sqlite3.connect(f"file:{file}?mode=ro", uri=True),
-                sqlite3.connect(to / file.name),
-            )
+            source = sqlite3.connect(f"file:{file}?mode=ro", uri=True)
+            target = sqlite3.connect(to / file.name)
             with closing(source), closing(target):
                 source.backup(target)
         elif not file.name.endswith(("-wal", "-shm")):

@@ -60,19 +60,11 @@ EACH = pytest.mark.parametrize("method", RPCS)
 
 def spec(**fields: Any) -> dict[str, Any]:
     """An endpoint that starts nothing."""
-    rule = {
-        "id": "up",
-        "signal": "depth",
-        "step": {"comparator": "COMPARATOR_GREATER_THAN", "threshold": 5, "step": 1},
-    }
+    step = {"comparator": "COMPARATOR_GREATER_THAN", "threshold": 5, "step": 1}
+    rule = {"id": "up", "signal": "depth", "step": step}
     signal = {"id": "depth", "pushed": {"metric": "depth"}, "maxAge": "10s"}
-    return {
-        "maxReplicas": 4,
-        "signals": [signal],
-        "rules": [rule],
-        "template": {"template": "worker"},
-        **fields,
-    }
+    made = {"maxReplicas": 4, "signals": [signal], "rules": [rule], "template": {"template": "worker"}}
+    return made | fields
 
 
 BACKTEST: Mapping[str, Any] = {

@@ -344,10 +344,8 @@ class Agent:
     async def told(self) -> types_api.Snapshot:
         """What it says of the second moment, when it has seen the first and admitted the holders' first processes."""
         host, clock = self._host, ManualClock(NOW)
-        deadlines, here = (
-            ReadDeadlines(),
-            HostIdentity(NODE, "Linux", "boot", process_ids_foreign=host.foreign),
-        )
+        deadlines = ReadDeadlines()
+        here = HostIdentity(NODE, "Linux", "boot", process_ids_foreign=host.foreign)
         gpus = Gpus(NvmlSource(clock.now, sys=self._proc), clock, deadlines, node=NODE)
         work = Work(gpus.knows, Granted(None, NODE))
         one = Collector(

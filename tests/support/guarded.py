@@ -85,14 +85,8 @@ class GuardedFolder:
     def spawn(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> GuardedProcess:
         """Start a program with no input and its output appended to `NAME.out` in the folder."""
         with (self.path / f"{name}.out").open("ab") as output:
-            popen = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                start_new_session=True,
-            )
+            streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+            popen = subprocess.Popen(command, env=environment, start_new_session=True, **streams)
         self._started.append(popen)
         note = self.path / f"{name}.pgid"
         note.write_text(str(popen.pid))

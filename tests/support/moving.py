@@ -172,11 +172,8 @@ async def containers(on: Journey, folder: Path) -> AsyncGenerator[DockerDouble]:
 @asynccontextmanager
 async def pods(on: Journey, folder: Path, kubeconfig: Path) -> AsyncGenerator[None]:
     """The Kubernetes adapter in the namespace of a kubeconfig."""
-    overrides = {
-        "data_dir": folder / "kubernetes",
-        "autoscaler_address": on.address,
-        "kubeconfig": kubeconfig,
-    }
+    own = {"data_dir": folder / "kubernetes", "autoscaler_address": on.address}
+    overrides = own | {"kubeconfig": kubeconfig}
     settings = load_table(KubernetesSettings, read_config(CONFIG), overrides, environ={})
     async with _serving(lambda stop: serve(settings, stop)):
         yield

@@ -21,14 +21,8 @@ def why_unavailable(program: str) -> str | None:
 def promtool(*arguments: str | Path, stdin: str = "") -> tuple[int, str]:
     """Run promtool: its exit status, and all that it said. Skips the test where there is none, but fails in CI."""
     need(why_unavailable("promtool"))
-    done = subprocess.run(
-        ["promtool", *map(str, arguments)],
-        input=stdin,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    words = ["promtool", *map(str, arguments)]
+    done = subprocess.run(words, input=stdin, capture_output=True, text=True, timeout=200, check=False)
     return done.returncode, done.stdout + done.stderr
 
 

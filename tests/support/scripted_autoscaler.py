@@ -24,37 +24,25 @@ from tests.support.forked import Forked
 from tests.support.waiting import eventually
 
 State = api.Replica.State
+Desired = autoscaler_internal.DesiredReplica
 _Context = grpc.aio.ServicerContext[autoscaler_internal.ConnectRequest, autoscaler_internal.ConnectResponse]
 
+SH, RUNS = ("/bin/sh", "-c"), "echo up; while :; do sleep 0.05; done"
 TEMPLATES: Mapping[str, Mapping[str, object]] = {
     "sleeper": {"command": ["/bin/sleep", "1000"]},
-    "crash": {"command": ["/bin/sh", "-c", "exit {code:int}"]},
+    "crash": {"command": [*SH, "exit {code:int}"]},
     # Finishes its work for a moment once it is asked to end.
-    "drainer": {
-        "command": [
-            "/bin/sh",
-            "-c",
-            "trap 'sleep 0.4; echo drained; exit 0' TERM; echo up; while :; do sleep 0.05; done",
-        ]
-    },
-    "stubborn": {"command": ["/bin/sh", "-c", "trap '' TERM; echo up; while :; do sleep 0.05; done"]},
+    "drainer": {"command": [*SH, f"trap 'sleep 0.4; echo drained; exit 0' TERM; {RUNS}"]},
+    "stubborn": {"command": [*SH, f"trap '' TERM; {RUNS}"]},
     # Leaves one child in its group, and one that has a session of its own.
-    "family": {
-        "command": [
-            "/bin/sh",
-            "-c",
-            "sleep 1000 & setsid sleep 1001 & trap 'exit 3' TERM; echo up; while :; do sleep 0.05; done",
-        ]
-    },
+    "family": {"command": [*SH, f"sleep 1000 & setsid sleep 1001 & trap 'exit 3' TERM; {RUNS}"]},
     "environment": {"command": ["/usr/bin/env"], "env": {"COLOR": "green"}, "pass_env": ["HANDED_ON"]},
     # Notes its start and its end in a file, and each request to end.
     "diary": {
         "command": [
-            "/bin/sh",
-            "-c",
+            *SH,
             "echo start >> $1; trap 'echo asked >> $1' TERM; until [ -e $1.end ]; do sleep 0.05; done",
-            "sh",
-            "{file}",
+            *("sh", "{file}"),
         ]
     },
     "missing": {"command": ["/no/such/program"]},
@@ -78,9 +66,7 @@ def log_of(folder: Path, name: str) -> Path:
 class ScriptedAutoscaler(autoscaler_internal.AdapterStreamServiceServicer):
     """Sends `desired` to whoever connects, whenever `tell` changes it."""
 
-    desired: dict[str, autoscaler_internal.DesiredReplica] = field(
-        default_factory=dict[str, autoscaler_internal.DesiredReplica]
-    )
+    desired: dict[str, Desired] = field(default_factory=dict[str, Desired])
     registered: list[autoscaler_internal.Register] = field(default_factory=list[autoscaler_internal.Register])
     reports: list[autoscaler_internal.Report] = field(default_factory=list[autoscaler_internal.Report])
     revision: int = 1
@@ -111,7 +97,7 @@ class ScriptedAutoscaler(autoscaler_internal.AdapterStreamServiceServicer):
         async for request in requests:
             self.reports.append(request.report)
 
-    async def tell(self, *lines: autoscaler_internal.DesiredReplica) -> None:
+    async def tell(self, *lines: Desired) -> None:
         """Change what is wanted of these replicas, and send it."""
         async with self.changed:
             self.desired.update({line.replica: line for line in lines})
@@ -125,26 +111,16 @@ class ScriptedAutoscaler(autoscaler_internal.AdapterStreamServiceServicer):
             self.changed.notify_all()
 
     async def run(self, name: str, template: str, **fields: object) -> None:
-        await self.tell(
-            autoscaler_internal.DesiredReplica(
-                replica=name, goal=autoscaler_internal.DesiredReplica.GOAL_RUN, template=template, **fields
-            )
-        )
+        await self.tell(Desired(replica=name, goal=Desired.GOAL_RUN, template=template, **fields))
 
     async def stop(self, name: str, drain_timeout: float | None = None) -> None:
-        line = autoscaler_internal.DesiredReplica(
-            replica=name, goal=autoscaler_internal.DesiredReplica.GOAL_STOP
-        )
+        line = Desired(replica=name, goal=Desired.GOAL_STOP)
         if drain_timeout is not None:
             line.drain_timeout.CopyFrom(to_duration(drain_timeout))
         await self.tell(line)
 
     async def forget(self, name: str) -> None:
-        await self.tell(
-            autoscaler_internal.DesiredReplica(
-                replica=name, goal=autoscaler_internal.DesiredReplica.GOAL_FORGET
-            )
-        )
+        await self.tell(Desired(replica=name, goal=Desired.GOAL_FORGET))
 
     def report(self, name: str) -> autoscaler_internal.ReplicaReport | None:
         """What was reported last of a replica."""
@@ -193,15 +169,8 @@ async def scripted_autoscaler() -> AsyncIterator[tuple[ScriptedAutoscaler, str]]
 def settings(folder: Path, **fields: object) -> ProcessSettings:
     """An adapter of this node with the templates above."""
     templates = {name: ProcessTemplate.model_validate(table) for name, table in TEMPLATES.items()}
-    return ProcessSettings.model_validate(
-        {
-            "node": "here",
-            "data_dir": folder / "adapter",
-            "templates": templates,
-            "end_replicas": True,
-            **fields,
-        }
-    )
+    own = {"node": "here", "data_dir": folder / "adapter", "templates": templates, "end_replicas": True}
+    return ProcessSettings.model_validate(own | fields)
 
 
 @asynccontextmanager

@@ -10,13 +10,10 @@ _SHAPE = {
     "Thing": [("name", _TEXT, False), ("team", _TEXT, False)],
     "WatchThingsRequest": [("filter", _TEXT, False), ("resume_token", _TEXT, False)],
     "WatchThingsResponse": [
-        ("things", _MESSAGE, True),
-        ("full", _BOOL, False),
-        ("removed", _TEXT, True),
-        ("resume_token", _TEXT, False),
-        ("reset", _BOOL, False),
+        ("things", _MESSAGE, True), ("full", _BOOL, False), ("removed", _TEXT, True),
+        ("resume_token", _TEXT, False), ("reset", _BOOL, False),
     ],
-}
+}  # fmt: skip
 
 
 def _messages() -> dict[str, Any]:

@@ -35,12 +35,7 @@ def spec(*rules: api.Rule, low: int = 0, high: int = 10, **fields: Any) -> api.E
     made = api.EndpointSpec(
         min_replicas=low,
         max_replicas=high,
-        signals=[
-            api.Signal(
-                id="metric",
-                queue=api.QueueSignal(watcher="watchers/jobs", count=api.QueueCount.QUEUE_COUNT_TOTAL),
-            )
-        ],
+        signals=[{"id": "metric", "queue": {"watcher": "watchers/jobs", "count": "QUEUE_COUNT_TOTAL"}}],
         rules=rules,
         combine=api.Combine.COMBINE_FIRST_MATCH,
         bound_mode=api.BoundMode.BOUND_MODE_SKIP,

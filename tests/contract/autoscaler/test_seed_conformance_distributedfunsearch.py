@@ -96,10 +96,8 @@ async def test_same_as_the_seed_no_sampler_is_wanted_without_a_gpu(asked: Asking
 
 async def test_same_as_the_seed_switched_off_nothing_changes(asked: Asking) -> None:
     made = await asked.render("distributedfunsearch", parameters={"enabled": 0})
-    assert (
-        await differing(asked, made, [Row(2, sampler(500), 2, "PAUSED"), Row(2, sampler(0), 2, "PAUSED")])
-        == []
-    )
+    rows = [Row(2, sampler(500), 2, "PAUSED"), Row(2, sampler(0), 2, "PAUSED")]
+    assert await differing(asked, made, rows) == []
 
 
 BETTER = [

@@ -18,11 +18,8 @@ def test_a_field_is_explained_by_its_comment_and_bounds() -> None:
         "Bounds: min 0, max 100000.\n"
     )
     found = json.loads(run_cli("explain", "ep.spec.minReplicas", "-o", "json").out)
-    assert (found["type"], found["jsonName"], found["bounds"]) == (
-        "int32",
-        "minReplicas",
-        "min 0, max 100000",
-    )
+    assert (found["type"], found["jsonName"]) == ("int32", "minReplicas")
+    assert found["bounds"] == "min 0, max 100000"
 
 
 @pytest.mark.parametrize("noun", NOUNS, ids=lambda noun: noun.plural)

@@ -14,13 +14,8 @@ CTL = (sys.executable, "-m", "gpuscale.cli.main")
 
 
 def run(shell: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
-    return subprocess.run(
-        ["sh", "-c", shell, "sh", *CTL],
-        env={**os.environ, **environment},
-        capture_output=True,
-        timeout=120,
-        check=False,
-    )
+    words, own = ["sh", "-c", shell, "sh", *CTL], os.environ | environment
+    return subprocess.run(words, env=own, capture_output=True, timeout=120, check=False)
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"], ids=["at the end", "in the middle"])

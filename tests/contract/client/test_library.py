@@ -117,14 +117,8 @@ def test_types_reach_the_user_and_mistakes_are_found(tmp_path: Path) -> None:
     (tmp_path / "wrong.py").write_text(f"{head}def main(client: Client) -> None:\n{body}")
     (tmp_path / "mypy.ini").write_text("[mypy]\n[mypy-gpuscale.testing.site]\nfollow_imports = skip\n")
     command = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", "--cache-dir=/dev/null"]
-    ran = subprocess.run(
-        [*command, "right.py", "wrong.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    command += ["right.py", "wrong.py"]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     lines = ran.stdout.splitlines()
     assert [line.partition('"')[2].rstrip('"') for line in lines if "Revealed type" in line] == REVEALED
     errors = [line for line in lines if "error:" in line]

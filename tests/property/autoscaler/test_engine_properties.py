@@ -140,14 +140,8 @@ def test_replicas_that_nobody_has_heard_of_never_lower(
     assert evaluate(spec, before, seen, last, NOW, 1).wanted >= before
 
 
-readable = st.builds(
-    QueueReading,
-    st.just(QueueState.OK),
-    st.integers(0, 2),
-    st.none() | st.integers(0, 2),
-    st.none(),
-    st.just(NOW),
-)
+few = st.integers(0, 2)
+readable = st.builds(QueueReading, st.just(QueueState.OK), few, st.none() | few, st.none(), st.just(NOW))
 
 
 @given(specs(), st.integers(1, 40), observations(), readable, past)

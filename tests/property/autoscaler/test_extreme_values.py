@@ -69,11 +69,9 @@ def test_no_number_is_too_much(
         bursts={"r0": Burst(NOW - 1.0, 10**9)},
         startup=data.draw(st.none() | st.just(30.0)),
     )
-    question = Question(
-        spec(*rules, high=100_000, signals=signals, combine=how, warm_spares=data.draw(st.integers(0, 2))),
-        inputs,
-        Memory(0.0),
-    )
+    spares = data.draw(st.integers(0, 2))
+    wanted = spec(*rules, high=100_000, signals=signals, combine=how, warm_spares=spares)
+    question = Question(wanted, inputs, Memory(0.0))
     evaluation = asked(question).evaluation
     assert 0 <= evaluation.wanted <= 100_000
     assert evaluation_to_wire(evaluation).wanted == evaluation.wanted

@@ -201,15 +201,8 @@ STEADY: tuple[rule.Kind, ...] = (
 def test_a_constant_noisy_load_turns_the_count_at_most_once_a_window(kind: rule.Kind, lag: float) -> None:
     """Whatever replicas take to start: an hour at 60 pieces of work, give or take a fifth."""
     dice, window, tick = random.Random(f"{lag}"), 200.0, 5.0
-    spec = EndpointSpec(
-        1,
-        40,
-        ReplicaTemplate("worker"),
-        (signal("a"),),
-        (rule.Rule("r", "a", kind),),
-        tick,
-        down=Pace(window),
-    )
+    rules = (rule.Rule("r", "a", kind),)
+    spec = EndpointSpec(1, 40, ReplicaTemplate("worker"), (signal("a"),), rules, tick, down=Pace(window))
     now, wanted, begun, turns, way = NOW, 1, [NOW - lag], list[float](), 0
     past = EndpointPast(Memory(now))
     while now < NOW + 3600:

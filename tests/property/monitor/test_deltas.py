@@ -136,11 +136,8 @@ def test_changes_lead_to_what_the_agent_meant(values: list[Snapshot], every: flo
         assert told.gpu_problem == meant.gpu_problem
         assert_near(told.host_reading, meant.host_reading)
         for had, gpu in zip(told.gpus, meant.gpus, strict=True):
-            assert (had.state, had.quarantine, had.quarantine_time) == (
-                gpu.state,
-                gpu.quarantine,
-                gpu.quarantine_time,
-            )
+            for name in ("state", "quarantine", "quarantine_time"):
+                assert getattr(had, name) == getattr(gpu, name)
             assert_near(had.reading, gpu.reading)
             known = readings.setdefault(gpu.uuid, [])
             known.append(ageless(gpu.reading))

@@ -43,17 +43,11 @@ def found(asked: Ask, *nodes: Node, use: Use | None = None, ever: bool = False) 
 @pytest.mark.parametrize(
     ("profile", "count", "total"),
     [
-        ("1g.10gb", 7, H100),
-        ("1g.20gb", 4, H100),
-        ("2g.20gb", 3, H100),
-        ("3g.40gb", 2, H100),
-        ("4g.40gb", 1, H100),
-        ("7g.80gb", 1, H100),
-        ("1g.6gb", 4, A30),
-        ("2g.12gb", 2, A30),
+        ("1g.10gb", 7, H100), ("1g.20gb", 4, H100), ("2g.20gb", 3, H100), ("3g.40gb", 2, H100),
+        ("4g.40gb", 1, H100), ("7g.80gb", 1, H100), ("1g.6gb", 4, A30), ("2g.12gb", 2, A30),
         ("4g.24gb", 1, A30),
     ],
-)
+)  # fmt: skip
 def test_as_many_as_the_driver_has_places_for(profile: str, count: int, total: int) -> None:
     empty = node("n", *divided("n", total=total))
     assert found(wish(profile, count), empty) == {"n-0": (profile,) * count}

@@ -1,10 +1,11 @@
 """Placement under power budgets: it goes where there are watts, says where there are none, and knows what was granted since."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
-from gpuscale.allocator.domain.model import GangStrategy, Pick, Use
+from gpuscale.allocator.domain.model import GangStrategy, Node, Pick, Use
 from gpuscale.allocator.domain.power import Governor, PowerBudget, PoweredGpu
 from gpuscale.allocator.placing.constraints import Obstacle
 from gpuscale.allocator.placing.placer import Placer
@@ -15,19 +16,19 @@ from tests.support.placing import placer, reservation
 NODES = [replace(plain_node(name, 4, rank=rank), labels={"rack": name}) for rank, name in enumerate("ab")]
 
 
-def budgeted(use: Use | None = None, helped: str = "ab", **budgets: PowerBudget) -> Placer:
-    """Four idle GPUs on a and on b, each of which counts 70 W, or 200 W once it is held."""
-    found = placer(NODES, use)
-    gpus = {
-        node.id: [
-            PoweredGpu(
-                gpu.uuid, node.id, helped=node.id in helped, low=200.0, high=700.0, watts=60.0, held=False
-            )
-            for gpu in node.gpus
-        ]
-        for node in NODES
+def idle(nodes: Sequence[Node], helped: str = "abcd") -> dict[str, list[PoweredGpu]]:
+    """The GPUs of nodes, each of which counts 70 W, or 200 W once it is held."""
+    watts = {"low": 200.0, "high": 700.0, "watts": 60.0}
+    return {
+        node.id: [PoweredGpu(gpu.uuid, node.id, helped=node.id in helped, **watts) for gpu in node.gpus]
+        for node in nodes
     }
-    found.power = Governor().look(budgets.items(), NODES, gpus, 0.0).room
+
+
+def budgeted(use: Use | None = None, helped: str = "ab", **budgets: PowerBudget) -> Placer:
+    """Four idle GPUs on a and on b."""
+    found = placer(NODES, use)
+    found.power = Governor().look(budgets.items(), NODES, idle(NODES, helped), 0.0).room
     return found
 
 
@@ -96,14 +97,8 @@ def test_a_gang_goes_where_each_rack_has_watts_for_a_part_of_it(
 
 def test_members_that_must_be_apart_are_so_where_watts_split_them() -> None:
     one = placer(nodes := [plain_node(name, 2, rank=rank) for rank, name in enumerate("abcd")])
-    gpus = {
-        node.id: [
-            PoweredGpu(gpu.uuid, node.id, helped=True, low=200.0, high=700.0, watts=60.0) for gpu in node.gpus
-        ]
-        for node in nodes
-    }
     short = PowerBudget(4 * 70 + 130, nodes=("a", "b"))
-    one.power = Governor().look([("short", short)], nodes, gpus, 0.0).room
+    one.power = Governor().look([("short", short)], nodes, idle(nodes), 0.0).room
     apart = replace(ask(1), member_count=3, gang_strategy=GangStrategy.STRICT_SPREAD)
     found = one.place(apart, NOW)
     assert (found.nodes[0] in "ab", found.nodes[1:]) == (True, ("c", "d"))

@@ -18,18 +18,10 @@ def refused(nodes: list[Node], wish: Ask, held=(), now: float = NOW) -> Refusal:
 
 
 def test_a_full_fleet_names_the_nearest_node_and_what_it_lacks() -> None:
-    near = node(
-        "near",
-        gpu("x0"),
-        gpu("x1", index=1),
-        gpu("x2", index=2, free=4000),
-        gpu("x3", index=3, utilization=80.0),
-    )
-    answer = refused(
-        [plain_node("far", 4, rank=1), near],
-        ask(3, memory=8000, utilization=50),
-        held={"x0", "far-0", "far-1", "far-2", "far-3"},
-    )
+    short, busy = gpu("x2", index=2, free=4000), gpu("x3", index=3, utilization=80.0)
+    near, far = node("near", gpu("x0"), gpu("x1", index=1), short, busy), plain_node("far", 4, rank=1)
+    held = {"x0", *(one.uuid for one in far.gpus)}
+    answer = refused([far, near], ask(3, memory=8000, utilization=50), held)
     assert answer.kind is RefusalKind.NO_CAPACITY
     assert answer.message == (
         "no room now for 3 GPUs of one node, each with 8000 MiB free, each used less than 50 %:"
@@ -37,11 +29,8 @@ def test_a_full_fleet_names_the_nearest_node_and_what_it_lacks() -> None:
         " 1 with too little free memory (4000 MiB at most), 1 too busy (80 % at least))."
         " Wait until a reservation ends, or ask for less memory, or allow a higher utilization, or ask for 1 GPU."
     )
-    assert answer.obstacles == {
-        Obstacle.HELD: 5,
-        Obstacle.MEMORY_BELOW_MIN: 1,
-        Obstacle.UTILIZATION_TOO_HIGH: 1,
-    }
+    lacking = {Obstacle.MEMORY_BELOW_MIN: 1, Obstacle.UTILIZATION_TOO_HIGH: 1}
+    assert answer.obstacles == {Obstacle.HELD: 5} | lacking
     assert answer.metadata["nearest_node"] == "near"
     assert answer.metadata["nearest_gpu_count"] == "1"
     assert answer.metadata["held"] == "5"
@@ -111,12 +100,9 @@ def test_chosen_nodes_that_do_not_exist_are_named() -> None:
 
 
 def test_chosen_nodes_that_do_not_report_are_said_to_be_so() -> None:
-    nodes = [
-        node("off", gpu("x"), state=NodeState.OFFLINE),
-        node("late", gpu("y"), rank=1, state=NodeState.STALE),
-        plain_node("fine", 1, rank=2),
-    ]
-    answer = refused(nodes, ask(nodes=["off", "late"]))
+    off = node("off", gpu("x"), state=NodeState.OFFLINE)
+    late = node("late", gpu("y"), rank=1, state=NodeState.STALE)
+    answer = refused([off, late, plain_node("fine", 1, rank=2)], ask(nodes=["off", "late"]))
     assert answer.kind is RefusalKind.NODE_NOT_ONLINE
     assert "the agent of off is not connected" in answer.message
     assert "no current report has come from late" in answer.message
@@ -196,16 +182,12 @@ def test_the_first_reason_in_the_documented_order_is_named() -> None:
     for field, value in (("nodes", NONE), ("node_labels", ()), ("excluded_gpus", NONE), ("models", ())):
         wish = replace(wish, **{field: value})
         look()
-    for fields in (
-        {"mig_profile": ""},
-        {"state": NodeState.ONLINE},
-        {"fresh_until": NOW},
-        {"trouble": ""},
-        {"quarantine": ""},
-    ):
-        state = fields.pop("state", one.state)
-        sick = replace(sick, **fields)
-        one = replace(one, state=state, gpus=(sick,))
+    one = replace(one, gpus=(sick := replace(sick, mig_profile=""),))
+    look()
+    one = replace(one, state=NodeState.ONLINE)
+    look()
+    for field, value in (("fresh_until", NOW), ("trouble", ""), ("quarantine", "")):
+        one = replace(one, gpus=(sick := replace(sick, **{field: value}),))
         look()
     cordons = NONE
     look()

@@ -284,21 +284,15 @@ def test_the_limit_of_utilization_does_not_count_where_reservations_share_alread
 
 def test_an_explanation_says_what_each_constraint_removes_and_what_would_help() -> None:
     use = Use()
-    gpus = [
-        gpu("g0", free=1_000),
-        gpu("g1", index=1, utilization=90.0),
-        gpu("g2", index=2, free=1_000, utilization=90),
-    ]
-    of = placer([node("n0", *gpus)], use)
+    small, busy = gpu("g0", free=1_000), gpu("g1", index=1, utilization=90.0)
+    of = placer([node("n0", small, busy, gpu("g2", index=2, free=1_000, utilization=90))], use)
     outlook = of.explain(ask(1, memory=2_000, utilization=50), NOW)
     effects = {one.obstacle: (one.removed_in_order, one.removed_alone) for one in outlook.effects}
     assert effects[Obstacle.MEMORY_BELOW_MIN] == (2, 2)
     assert effects[Obstacle.UTILIZATION_TOO_HIGH] == (1, 2)
-    assert [one.obstacle for one in outlook.nodes[0].gpus] == [
-        Obstacle.MEMORY_BELOW_MIN,
-        Obstacle.UTILIZATION_TOO_HIGH,
-        Obstacle.MEMORY_BELOW_MIN,
-    ]
+    of_small, of_busy, of_both = (one.obstacle for one in outlook.nodes[0].gpus)
+    assert of_small is of_both is Obstacle.MEMORY_BELOW_MIN
+    assert of_busy is Obstacle.UTILIZATION_TOO_HIGH
     assert outlook.remedies == (
         "Ask for less memory: 1 node does then.",
         "Allow a higher utilization: 1 node does then.",

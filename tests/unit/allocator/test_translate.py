@@ -36,11 +36,8 @@ def test_a_gpu_arrives_with_its_score_and_what_is_not_known_is_absent() -> None:
     assert (share.score.total, share.score.note) == (0.54, "by memory alone")
     memory, utilization = share.score.parts
     assert (memory.name, memory.value, memory.weight) == ("memory", 0.9, 0.6)
-    assert (utilization.name, utilization.HasField("value"), utilization.weight) == (
-        "utilization",
-        False,
-        0.4,
-    )
+    assert (utilization.name, utilization.weight) == ("utilization", 0.4)
+    assert not utilization.HasField("value")
 
 
 def test_a_lease_is_told_to_the_nanosecond_and_its_end_by_the_wall_clock() -> None:

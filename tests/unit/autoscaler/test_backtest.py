@@ -149,12 +149,8 @@ def test_every_preset_runs_and_the_same_again_gives_the_same(preset: str) -> Non
 def test_samplers_that_no_gpu_is_free_for_are_not_wanted() -> None:
     """So that none is to be taken back one check at a time when the queue is empty."""
     wish = Wish("queue", 1, 1000, TEMPLATE)
-    report = simulate.run(
-        PRESETS["distributedfunsearch"](wish),
-        [Request(0.0, 12.0)] * 500,
-        setting(slots=1, cold=60.0, max_gpus=2),
-        goal=10.0,
-    )
+    spec, world = PRESETS["distributedfunsearch"](wish), setting(slots=1, cold=60.0, max_gpus=2)
+    report = simulate.run(spec, [Request(0.0, 12.0)] * 500, world, goal=10.0)
     assert (report.most_replicas, report.pending_replica_hours, report.unserved_count) == (2, 0.0, 0)
 
 

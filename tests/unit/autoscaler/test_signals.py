@@ -153,13 +153,10 @@ def test_every_number_that_agents_read_can_be_named_and_a_refusal_says_what_was_
 @pytest.mark.parametrize(
     ("across", "value"),
     [
-        (Aggregation.AVG, 10.5),
-        (Aggregation.MIN, 1.0),
-        (Aggregation.MAX, 20.0),
-        (Aggregation.SUM, 210.0),
+        (Aggregation.AVG, 10.5), (Aggregation.MIN, 1.0), (Aggregation.MAX, 20.0), (Aggregation.SUM, 210.0),
         (Aggregation.P95, 19.0),
     ],
-)
+)  # fmt: skip
 def test_values_of_several_sources_become_one(across: Aggregation, value: float) -> None:
     sample = Sample(tuple(float(one) for one in range(20, 0, -1)), NOW)
     assert observe_sample(Signal("s", PushedSignal("m"), across=across), sample, NOW).value == value

@@ -71,14 +71,10 @@ def test_other_words_stay(words: list[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "field"),
     [
-        (["endpoint.spec"], True),
-        (["Ask"], True),
-        (["endpoint"], True),
-        (["endpoint", "jobs"], False),
-        (["endpoints/jobs"], False),
-        (["exit-codes"], False),
+        (["endpoint.spec"], True), (["Ask"], True), (["endpoint"], True), (["endpoint", "jobs"], False),
+        (["endpoints/jobs"], False), (["exit-codes"], False),
     ],
-)
+)  # fmt: skip
 def test_explain_knows_a_field_from_a_name(words: list[str], *, field: bool) -> None:
     assert is_field(words) is field
 

@@ -46,14 +46,10 @@ def test_parse_duration_refuses(text: str) -> None:
 @pytest.mark.parametrize(
     ("size", "text"),
     [
-        (0, "0B"),
-        (1023, "1023B"),
-        (1024, "1KiB"),
-        (1536, "1.5KiB"),
-        (85_899_345_920, "80GiB"),
+        (0, "0B"), (1023, "1023B"), (1024, "1KiB"), (1536, "1.5KiB"), (85_899_345_920, "80GiB"),
         (2**60, "1024PiB"),
     ],
-)
+)  # fmt: skip
 def test_format_size(size: int, text: str) -> None:
     assert format_size(size) == text
 
@@ -61,16 +57,10 @@ def test_format_size(size: int, text: str) -> None:
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
-        (-3, "0ms"),
-        (0, "0ms"),
-        (0.85, "850ms"),
-        (1, "1s"),
-        (59.9, "59s"),
-        (185, "3m5s"),
-        (7620, "2h7m"),
+        (-3, "0ms"), (0, "0ms"), (0.85, "850ms"), (1, "1s"), (59.9, "59s"), (185, "3m5s"), (7620, "2h7m"),
         (349_200, "4d1h"),
     ],
-)
+)  # fmt: skip
 def test_format_duration(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
 

@@ -128,10 +128,8 @@ def test_standard_output_is_a_log_too(capfd: pytest.CaptureFixture[str]) -> None
     for number in range(2):
         log.write({"number": number})
     log.close()
-    assert [json.loads(line) for line in capfd.readouterr().out.splitlines()] == [
-        {"number": 0},
-        {"number": 1},
-    ]
+    written = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    assert written == [{"number": 0}, {"number": 1}]
 
 
 def test_a_burst_passes_and_then_calls_come_at_the_rate() -> None:

@@ -100,11 +100,8 @@ def test_a_line_is_broken_where_points_are_missing() -> None:
 
 def test_longer_steps_from_before_a_restart_are_no_gaps() -> None:
     """Steps of 10 s, a last minute that is one step, 5 s without the fleet, and then steps of 1 s."""
-    steps = [
-        *((10 * number, 10) for number in range(6)),
-        (60, 60),
-        *((125 + number, 1) for number in range(9)),
-    ]
+    before, after = ((10 * number, 10) for number in range(6)), ((125 + number, 1) for number in range(9))
+    steps = [*before, (60, 60), *after]
     points = [
         monitor_api.HistoryPoint(min=1, max=1, mean=1, sample_count=count, start_time={"seconds": at})
         for at, count in steps

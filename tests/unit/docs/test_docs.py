@@ -155,8 +155,5 @@ def test_every_number_in_the_tables_of_a_room_is_the_one_in_the_code(room: str) 
         expected = list(in_code) if isinstance(in_code, tuple) else [in_code]
         shown = readings(text)
         assert len(shown) == len(expected), (where, text)
-        assert all(one in choices for one, choices in zip(expected, shown, strict=True)), (
-            where,
-            text,
-            in_code,
-        )
+        pairs = zip(expected, shown, strict=True)
+        assert all(one in choices for one, choices in pairs), (where, text, in_code)

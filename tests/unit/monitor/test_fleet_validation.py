@@ -288,14 +288,11 @@ def one_gpu_after(base_seq: int, seq: int) -> Delta:
 @pytest.mark.parametrize(
     "bad",
     [
-        delta(power_watts=(-1.0, 1.0)),
-        delta(seq=1, base_seq=1),
-        delta(seq=0, base_seq=1),
-        delta(seq=5, base_seq=4),
-        delta(seq=5, base_seq=0),
+        delta(power_watts=(-1.0, 1.0)), delta(seq=1, base_seq=1), delta(seq=0, base_seq=1),
+        delta(seq=5, base_seq=4), delta(seq=5, base_seq=0),
     ],
     ids=["negative", "seq again", "seq back", "base ahead", "base behind"],
-)
+)  # fmt: skip
 def test_after_a_refusal_only_a_whole_snapshot_is_taken(index: Index, bad: Delta) -> None:
     before = types_api.Snapshot()
     before.CopyFrom(index.shown)

@@ -250,16 +250,13 @@ def test_after_a_restart_what_was_over_first_is_dropped_first() -> None:
 
 def test_every_number_of_the_table_makes_sense() -> None:
     """Fatal faults are critical and ask for something that takes the GPU out; all others leave it in use."""
+    harmless = {HealthAction.NONE, HealthAction.RESTART_WORKLOAD, HealthAction.DRAIN}
     for xid, known in XIDS.items():
         finding = xid_finding(xid)
         assert finding.message == f"XID {xid}: {known.name}"
         assert finding.fatal == known.fatal
         assert not known.fatal or known.severity is HealthSeverity.CRITICAL
-        assert not known.fatal or known.action not in {
-            HealthAction.NONE,
-            HealthAction.RESTART_WORKLOAD,
-            HealthAction.DRAIN,
-        }
+        assert not known.fatal or known.action not in harmless
     unknown = xid_finding(9999)
     assert (unknown.fatal, unknown.severity) == (False, HealthSeverity.WARNING)
 
