@@ -174,7 +174,10 @@ def test_whatever_it_writes_is_for_its_user_alone_and_sigterm_takes_the_workers_
             replicas = data(up.address, "get", "replicas")["replicas"]
             return replicas if [item["state"] for item in replicas] == ["STATE_READY"] * 2 else []
 
-        workers = [psutil.Process(int(one["pid"])) for one in eventually_sync(ready)]
+        replicas = eventually_sync(ready)
+        admitted = json.loads((data_dir / "agent" / "admissions.json").read_text())["fences"]
+        assert {uuid for one in replicas for uuid in one["gpuUuids"]} == set(admitted), "before it starts"
+        workers = [psutil.Process(int(one["pid"])) for one in replicas]
         assert {worker.ppid() for worker in workers} == {up.process.pid}
         wanted = ("replicas/*.json", "logs/stubborn/*.log", "audit", "*.db")
         eventually_sync(lambda: all(list(data_dir.glob(one)) for one in wanted))
