@@ -94,7 +94,7 @@ class Starting:
             self.unanswered -= 1
             raise self.error
         self.told.append(request.member.exit_code)
-        return api.RenewReservationResponse()
+        return api.RenewReservationResponse(reservation=api.Reservation(remaining=to_duration(300)))
 
     def ReleaseReservation(self, *_: object, **__: object) -> api.ReleaseReservationResponse:
         if self.unreleased:
@@ -123,12 +123,28 @@ def test_an_allocator_that_starts_hears_how_a_command_ended(
     holder.ended(0, "")
     holder.release()
     assert capsys.readouterr().err.count("it is over") == 2, "said, and not asked again"
-    allocator.unanswered, allocator.error = (
-        3,
-        error,
-    )  # as while the link is down on which a supervisor was killed
+    allocator.unanswered, allocator.error = 3, error  # as while the link is down on which a supervisor was killed
     holding.LeaseHolder(orders, [allocator]).killed(138)
     assert allocator.told[-1] == 138
+
+
+def test_the_end_of_a_detached_job_is_told_for_as_long_as_its_lease_lasts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    monkeypatch.setattr("time.sleep", lambda seconds: now.append(now.pop() + seconds))
+    orders = Orders(reservation="reservations/r1", fence=1, reports=True, detached=True, **NO_TEXTS)
+    allocator = Starting(unanswered=0)
+    holder = holding.LeaseHolder(orders, cast("list[AllocatorServiceStub]", [allocator]))
+    holder.started(7)
+    holder.renew(1.0)
+    allocator.unanswered = 580  # 290 s
+    holder.ended(3, "")
+    assert allocator.told == [0, 3]
+    allocator.unanswered = 1000
+    holder.ended(4, "")
+    assert (allocator.told, now) == ([0, 3], [1290 + 300 + holding.OF_DETACHED])
 
 
 @pytest.mark.parametrize(("manages", "scoped"), [("exec true", True), ("exit 1", False)])

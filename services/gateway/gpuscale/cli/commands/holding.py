@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 RETRY = 0.5
 """Seconds before an unanswered renewal is retried."""
 PATIENCE, OF_DETACHED = 10.0, 60.0
-"""Seconds to retry the first renewal, and the report of the end, without an answer."""
+"""Seconds to retry the first renewal, and the report of the end, without an answer; of a detached job past the end of its lease."""
 REFUSALS = (
     errors.FailedPreconditionError,
     errors.NotFoundError,
@@ -35,6 +35,7 @@ class LeaseHolder:
     """Renews and releases the reservation of some orders by the lease token, in the first of several ways that answers.
 
     Attributes:
+        ends: when the lease ends by the last renewal, by the monotonic clock.
         next_node: id of the node that keeps GPUs for its job, by the last renewal; empty if none does.
         moved: the reservation of a job that waits for other GPUs, to start again; None if it does not.
     """
@@ -46,7 +47,7 @@ class LeaseHolder:
         self.last_lines: Callable[[], Sequence[str]] = tuple
         self.moved: Reservation | None = None
         self.next_node: str = ""
-        self.asked_at = 0.0
+        self.asked_at = self.ends = 0.0
         self._ways = list(ways)
         self._shown = ((LEASE_KEY, orders.lease_token),)
 
@@ -67,6 +68,7 @@ class LeaseHolder:
         )
         each = timeout / max(1, len(self._ways))
         answer = self._ask(lambda way: way.RenewReservation(request, timeout=each, metadata=self._shown))
+        self.ends = self.asked_at + wire.seconds(answer.reservation.remaining)
         self.next_node = answer.next_node.removeprefix("nodes/")
         return answer.reservation
 
@@ -99,7 +101,8 @@ class LeaseHolder:
 
     def renew_patiently(self, timeout: float, ended_attempt: int = 0) -> "Reservation":
         """Like `renew`, but retries unless it is refused, such as while the allocator restarts or has too many calls."""
-        until = time.monotonic() + (OF_DETACHED if self.orders.detached else PATIENCE)
+        now = time.monotonic()
+        until = max(now, self.ends) + OF_DETACHED if self.orders.detached else now + PATIENCE
         while True:
             try:
                 return self.renew(timeout, ended_attempt)
