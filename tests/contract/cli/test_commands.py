@@ -628,13 +628,21 @@ def test_version_names_the_programs_of_the_services_that_answer(ctl: Any, world:
     assert "0.4.0" in {one["version"] for one in json.loads(ctl("version", "-o", "json").out)["versions"]}
 
 
-def test_version_waits_once_for_a_service_that_hangs(ctl: Any, world: canned.World) -> None:
-    world.refuse.update(dict.fromkeys(("ListNodes", "ListEndpoints", "ListAdapters"), FROZEN))
-    ran = ctl("version", "-o", "json")
-    assert (ran.code, FROZEN.message in ran.err) == (6, True)
+@pytest.mark.parametrize(
+    ("words", "code", "long"),
+    [("version", 6, ("ListNodes", "ListReservations", "ListEndpoints")), ("status", 7, ("ListNodes",))],
+)
+def test_a_service_that_hangs_is_waited_for_once_and_one_for_all_by_status(
+    ctl: Any, world: canned.World, words: str, code: int, long: tuple[str, ...]
+) -> None:
+    """As where the gateway hangs: it was waited for once for each service."""
+    hang = ("ListNodes", "ListEndpoints", "ListAdapters", "ListHealthEvents", "ListReservations")
+    world.refuse.update(dict.fromkeys(hang, FROZEN))
+    ran = ctl(words, "-o", "json")
+    assert (ran.code, FROZEN.message in ran.err) == (code, True)
     asked = zip(world.requests, world.waits, strict=True)
     waited = [type(one).__name__ for one, wait in asked if wait is None or wait > 2 * MOMENT]
-    assert waited == ["ListNodesRequest", "ListReservationsRequest", "ListEndpointsRequest"]
+    assert waited == [f"{one}Request" for one in long]
 
 
 @pytest.mark.parametrize(

@@ -50,8 +50,8 @@ def show_status(session: Session) -> None:
     with session.connect() as client:
         about = lookup.About(silent=session.silent)
         nodes = known("nodes", partial(lookup.nodes, client, (), about), _OF_ALL)
-        reservations = known("reservations and cordons", partial(lookup.reservations, client))
-        endpoints = known("endpoints", partial(lookup.endpoints, client))
+        reservations = known("reservations and cordons", partial(lookup.reservations, client, (), about))
+        endpoints = known("endpoints", partial(lookup.endpoints, client, (), about))
         events = known("health events", partial(lookup.health, client, (), about))
         cordons = None if reservations is None else known("cordons", partial(lookup.cordons, client))
         answers = {"fleet": nodes, "allocator": reservations, "autoscaler": endpoints} if output.human else {}

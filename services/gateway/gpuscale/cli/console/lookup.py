@@ -95,7 +95,7 @@ class About:
     def _pages(self, method: Any, request: Any) -> Iterator[Any]:
         """The pages of a list; DeadlineExceededError at once if it, or two others of its service, were silent before.
 
-        After one, it is waited for a moment.
+        After any list that was silent, it is waited for a moment.
         """
         name, package = request.DESCRIPTOR.full_name, request.DESCRIPTOR.file.package
         of_service = [one for key, one in (self.silent or {}).items() if key.startswith(f"{package}.")]
@@ -103,7 +103,7 @@ class About:
         if self.silent and (name in self.silent or hangs):
             raise self.silent.get(name, of_service[0])
         try:
-            yield from pages(partial(method, timeout=MOMENT) if of_service else method, request)
+            yield from pages(partial(method, timeout=MOMENT) if self.silent else method, request)
         except DeadlineExceededError as error:
             if self.silent is not None:
                 self.silent[name] = error
@@ -112,7 +112,7 @@ class About:
 
 EVERYTHING = About()
 MOMENT = 2.0
-"""Seconds for a list of a service that gave no other in time: it may be slow with that one alone."""
+"""Seconds for a list after another did not come in time: that one alone may be slow, or what all go through may hang."""
 
 
 def _named(service: Any, request: type[Any], pattern: str, typed: Sequence[str]) -> list[Any]:
