@@ -18,10 +18,10 @@ from gpuscale.monitor.app.settings import FleetSettings
 from gpuscale.monitor.exposition.fleet import add_history
 from gpuscale.monitor.health.checks import Event, HealthCheck
 from gpuscale.monitor.health.events import Events, xid_finding
-from gpuscale.monitor.history.history import History, Tier
+from gpuscale.monitor.history.history import History, Tier, most_bytes
 from gpuscale.monitor.recording import RecordingOrder, Recordings, RecordingState, Target
 from gpuscale.monitor.state.saver import Saver, open_saver, recording_to_text
-from gpuscale.monitor.state.store import DATABASE, FleetStore, Saving
+from gpuscale.monitor.state.store import DATABASE, Chunk, FleetStore, Saving
 from tests.support.clock import ManualClock
 from tests.support.monitor_values import DEFAULT_TIERS
 from tests.support.promtool import value
@@ -69,9 +69,14 @@ class _EndError(Exception):
 
 @asynccontextmanager
 async def run(
-    directory: Path, clock: ManualClock, *, crash: bool = False, tiers: tuple[Tier, ...] = DEFAULT_TIERS
+    directory: Path,
+    clock: ManualClock,
+    *,
+    crash: bool = False,
+    tiers: tuple[Tier, ...] = DEFAULT_TIERS,
+    budget: int = 1 << 30,
 ) -> AsyncGenerator[Fleet, None]:
-    history, recordings, events = History(tiers, 1 << 30), Recordings(), Events("65000000")
+    history, recordings, events = History(tiers, budget), Recordings(), Events("65000000")
     with suppress(_EndError):
         async with open_saver(directory, history, recordings, events, clock) as saver:
             yield Fleet(saver, clock, history, recordings, events)
@@ -359,6 +364,35 @@ async def test_every_series_comes_back_however_many_reads_it_takes(
                 points = series.points(0, tier, 0.0, clock.now())
                 assert 690 <= sum(point.samples for point in points) <= 700
                 assert [point.start for point in points] == sorted({point.start for point in points})
+
+
+async def test_no_more_is_read_than_there_is_memory_for(
+    tmp_path: Path, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large fleet has a day in memory and a week on disk: all of it would take minutes to read."""
+    tiers, read = (Tier(1.0, 20.0), Tier(10.0, 120.0), Tier(60.0, 2 * DAY)), list[int]()
+    keys = [f"gpu-{number}" for number in range(4)]
+    async with run(tmp_path, clock, tiers=tiers) as fleet:
+        for _ in range(int(2 * DAY / 60)):
+            clock.advance(60.0)
+            for key in keys:
+                fleet.history.add(key, clock.now(), SAMPLE)
+    chunks = FleetStore.chunks
+
+    async def counted(store: FleetStore, first: int = 0) -> AsyncGenerator[list[Chunk], None]:
+        async for part in chunks(store, first):
+            read.append(len(part))
+            yield part
+
+    monkeypatch.setattr(FleetStore, "chunks", counted)
+    budget = 4 * most_bytes(len(SAMPLE), (*tiers[:2], Tier(60.0, DAY / 4)))
+    async with run(tmp_path, clock, tiers=tiers, budget=budget) as fleet:
+        kept = fleet.history.kept[-1]
+        for key in keys:
+            series = fleet.history.get(key)
+            assert series is not None
+            assert len(series.points(0, 2, 0.0, clock.now() + 1.0)) == kept.capacity + 1
+    assert sum(read) <= 4 * (kept.capacity // 30 + 3) < 4 * 20
 
 
 async def test_a_file_of_the_first_version_is_taken_over(tmp_path: Path, clock: ManualClock) -> None:

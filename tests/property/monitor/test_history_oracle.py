@@ -54,15 +54,15 @@ class Told:
         shift = self.source.choice((0, 7, 28_000_000))
         coarsest = Rows.empty()
         for _, body in chunks(self.series.coarsest(ALL), WIDTH, shift):
-            coarsest.extend(unpack(body, WIDTH, shift))
+            coarsest.extend(unpack([body], WIDTH, shift))
         last = self.series._rings[-2].last
         if not coarsest.numbers or last is None:
             return
         self._saved_until = max(self._saved_until, (last + 1) * 10.0)
         self.samples = [one for one in self.samples if one[0] < self._saved_until]
         self.series = HistorySeries(WIDTH, self.tiers)
-        self.series.restore(coarsest)
         self.restored_until = coarsest.numbers[-1] * MINUTE
+        self.series.restore(coarsest)
         self._open = round(self.restored_until)
 
     def check(self) -> None:

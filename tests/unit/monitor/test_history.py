@@ -25,7 +25,7 @@ def stored(series: HistorySeries, shift: int) -> Rows:
     """What comes back of a series that was written in chunks."""
     found = Rows.empty()
     for _, body in chunks(series.coarsest(-(2**31)), WIDTH, shift):
-        found.extend(unpack(body, WIDTH, shift))
+        found.extend(unpack([body], WIDTH, shift))
     return found
 
 
@@ -33,7 +33,7 @@ def test_numbers_before_this_boot_are_below_zero_and_in_order() -> None:
     before, again = HistorySeries(WIDTH, TIERS), HistorySeries(WIDTH, TIERS)
     for second in range(0, 1200, 5):
         before.add(float(second), (50.0,) * WIDTH)
-    parts = [unpack(body, WIDTH, 100) for _, body in chunks(before.coarsest(-(2**31)), WIDTH, 0)]
+    parts = [unpack([body], WIDTH, 100) for _, body in chunks(before.coarsest(-(2**31)), WIDTH, 0)]
     rows = Rows.empty()
     for part in parts:
         rows.extend(part)
@@ -59,7 +59,7 @@ def test_chunks_hold_at_most_their_steps_and_begin_at_multiples() -> None:
     for second in range(0, 6000, 60):
         series.add(float(second), (50.0,) * WIDTH)
     found = list(chunks(series.coarsest(75), WIDTH, 7))
-    sizes = {number: list(unpack(body, WIDTH, 0).numbers) for number, body in found}
+    sizes = {number: list(unpack([body], WIDTH, 0).numbers) for number, body in found}
     assert all(one // CHUNK == number for number, held in sizes.items() for one in held)
     assert next(iter(sizes.values()))[0] == 75 + 7
 
@@ -69,7 +69,7 @@ def test_a_chunk_may_begin_and_end_anywhere(first: int) -> None:
     rows = Rows.empty()
     for number in range(first, first + CHUNK + 3, 2):
         rows.add(number, Bucket([1.0], [2.0], [3.0], [number]))
-    found = {number: unpack(body, 1, 0) for number, body in chunks(rows, 1, 0)}
+    found = {number: unpack([body], 1, 0) for number, body in chunks(rows, 1, 0)}
     assert [list(one.numbers) for one in found.values()] == [
         [number for number in rows.numbers if number // CHUNK == chunk]
         for chunk in sorted({number // CHUNK for number in rows.numbers})
@@ -81,7 +81,7 @@ def test_a_chunk_may_begin_and_end_anywhere(first: int) -> None:
 @pytest.mark.parametrize("size", [13, 4 + WIDTH * 14], ids=["no rows", "a row that is none"])
 def test_bytes_that_are_no_rows_are_refused(size: int) -> None:
     with pytest.raises(ValueError, match=r"not rows|invalid number"):
-        unpack(b"\x80" * size, WIDTH, 28_000_000)
+        unpack([b"\x80" * size], WIDTH, 28_000_000)
 
 
 def test_what_there_is_no_memory_for_is_not_brought_back() -> None:
@@ -202,17 +202,42 @@ def calls(work: Callable[[], object]) -> int:
 
 
 def test_a_long_history_is_moved_by_columns_and_not_row_by_row() -> None:
-    """A restart, and the first step of shortening, move ten thousand buckets of each GPU at once."""
+    """A restart, and each step of shortening, move ten thousand buckets of each GPU at once."""
     capacity, source = 10_080, Random(1)
     stored_rows = Rows.empty()
     for number in range(capacity):
         values = [source.random() for _ in range(WIDTH)]
         stored_rows.add(number - 5_000, Bucket(values, values, values, [number % 3] * WIDTH))
-    ring, again = Ring(WIDTH, capacity), Ring(WIDTH, capacity)
-    assert calls(lambda: ring.restore(stored_rows)) < 300
+    ring = Ring(WIDTH, capacity)
+    assert calls(lambda: ring.restore(stored_rows)) < 30
     assert ring.rows(-(2**31)) == stored_rows
-    assert calls(lambda: again.restore(ring.rows(-(2**31)))) < 300
-    assert again.rows(-(2**31)) == stored_rows
+    assert calls(lambda: ring.shorten(capacity // 2)) < 60
+    assert ring.rows(-(2**31)) == stored_rows.part(capacity // 2, capacity, WIDTH)
+
+
+@pytest.mark.parametrize("size", [3, 10, 17])
+@pytest.mark.parametrize("form", ["single", "packed", "restored"])
+def test_a_shorter_ring_keeps_the_newest_and_goes_on(form: str, size: int) -> None:
+    ring = Ring(1, 10)
+
+    def add(number: int) -> None:
+        value = array("f", [number])
+        if form == "single":
+            ring.extend(array("i", [number]), value)
+        else:
+            ring.append(number, Bucket(value, value, value, [2]))
+        if form == "restored" and number == 2:
+            ring.restore(ring.rows(0))
+
+    for number in range(size + 6):
+        if number == size:
+            ring.shorten(4)
+        add(number)
+        kept = list(range(number + 1))[-10 if number < size else -4 :]
+        assert [(point.start, point.mean) for point in ring.points(0, 1.0, -1.0, 1e6)] == [
+            (float(one), float(one)) for one in kept
+        ]
+        assert (list(ring.rows(-1).numbers), ring.first, ring.last) == (kept, kept[0], number)
 
 
 def test_a_full_ring_of_single_samples_takes_a_bucket_of_several_at_once() -> None:

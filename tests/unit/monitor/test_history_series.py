@@ -2,6 +2,7 @@
 
 import sys
 from array import array
+from itertools import chain
 
 import pytest
 
@@ -16,7 +17,7 @@ from gpuscale.monitor.history.history import (
     spread,
     trend,
 )
-from gpuscale.monitor.history.ring import MOST_COUNTED, Bucket, Point, Ring
+from gpuscale.monitor.history.ring import MOST_COUNTED, Bucket, Point, Ring, Rows
 from gpuscale.monitor.model.metrics import GPU_METRICS, MetricTally
 from tests.support.monitor_values import DEFAULT_TIERS
 
@@ -34,7 +35,9 @@ def filled(seconds: int) -> HistorySeries:
 
 def held_bytes(*rings: Ring) -> int:
     """Memory of all arrays of rings, each once."""
-    arrays = {id(one): one for ring in rings for one in (ring._numbers, ring._values, ring._packed or b"")}
+    several = (ring._packed if isinstance(ring._packed, Rows) else (ring._packed or b"",) for ring in rings)
+    single = ((ring._numbers, ring._values) for ring in rings)
+    arrays = {id(one): one for one in chain.from_iterable((*single, *several))}
     return sum(map(sys.getsizeof, arrays.values()))
 
 

@@ -35,8 +35,6 @@ TURNS = _MOST_WAITING - 1
 
 LEAST_RETENTION_SECONDS = 3_600.0
 """The coarsest tier is never shortened below this."""
-_ALL = -(2**31)
-"""The lowest possible bucket number."""
 _NEVER = float("-inf")
 _NO_NUMBERS, _NO_VALUES = array("i"), array("f")
 _NOTHING = Stats(ABSENT, ABSENT, ABSENT, 0)
@@ -132,11 +130,8 @@ class HistorySeries:
             return
         self._settle()
         self._tiers = tiers
-        for place, tier in enumerate(tiers):
-            before = self._rings[place]
-            ring = self._rings[place] = Ring(self._width, tier.capacity)
-            ring.restore(before.rows(_ALL))
-            ring.fresh = before.fresh
+        for ring, tier in zip(self._rings, tiers, strict=True):
+            ring.shorten(tier.capacity)
 
     def newest(self) -> float:
         """Start of the open bucket."""
@@ -185,11 +180,11 @@ class HistorySeries:
         return rows
 
     def restore(self, rows: Rows) -> None:
-        """Start with buckets of the coarsest tier, before the first sample; the last may still grow."""
+        """Start with buckets of the coarsest tier, before the first sample, which become its own; the last may still grow."""
         last = rows.numbers[-1]
-        self._rings[-1].restore(rows.part(0, len(rows.numbers) - 1, self._width))
         self._restored_until = last * self._tiers[-1].step
-        self._rings[-2].append(last * self._ratio(-2), rows.last(self._width))
+        self._rings[-2].append(last * self._ratio(-2), rows.pop(self._width))
+        self._rings[-1].restore(rows)
         self._rings[-2].fresh = 1
         self._open_number = round(self._restored_until / self._tiers[0].step)
 
@@ -358,9 +353,9 @@ class History:
         """The most memory that all series can take."""
         return sum(count * most_bytes(width, self.kept) for width, count in self._widths.items())
 
-    def make_room(self, width: int = len(GPU_METRICS)) -> bool:
-        """Shorten tiers until there is memory for a series of `width` metrics; returns whether there is."""
-        while self.used_bytes + most_bytes(width, self.kept) > self._budget:
+    def make_room(self, width: int = len(GPU_METRICS), count: int = 1) -> bool:
+        """Shorten tiers until there is memory for `count` series of `width` metrics; returns whether there is."""
+        while self.used_bytes + count * most_bytes(width, self.kept) > self._budget:
             tiers = next(self._shorter, None)
             if tiers is None:
                 return False

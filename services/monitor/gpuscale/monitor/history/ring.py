@@ -9,14 +9,14 @@ On disk, a chunk is the bytes of its arrays, little-endian on all machines with 
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
-from itertools import compress, pairwise
+from itertools import compress
 from math import isnan
 from operator import mul
 from struct import Struct
 from sys import byteorder
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from gpuscale.monitor.model.metrics import ABSENT
 
@@ -79,9 +79,14 @@ class Rows(NamedTuple):
         cells = slice(begin * width, stop * width)
         return Rows(numbers[begin:stop], mins[cells], means[cells], maxs[cells], counts[cells])
 
-    def last(self, width: int) -> Bucket:
-        """The newest bucket, of `width` metrics."""
-        return Bucket(self.mins[-width:], self.means[-width:], self.maxs[-width:], self.counts[-width:])
+    def pop(self, width: int) -> Bucket:
+        """Remove the newest bucket, of `width` metrics, and return it."""
+        self.numbers.pop()
+        _, *columns = self
+        bucket = Bucket(self.mins[-width:], self.means[-width:], self.maxs[-width:], self.counts[-width:])
+        for column in columns:
+            del column[-width:]
+        return bucket
 
 
 def _sampled(values: "array[float]") -> "array[int]":
@@ -101,13 +106,14 @@ def _form(width: int, metric: int | None = None) -> Struct:
 
 
 _NO_NUMBERS, _NO_VALUES = array("i"), array("f")
+_Held = TypeVar("_Held", bytearray, "array[int]", "array[float]")
 
 
 class Ring:
     """The newest `capacity` buckets of `width` metrics each. `fresh`: how many of them the coarser tier lacks.
 
     Buckets of one sample each, as nearly always in the finest tier, are an array of numbers and one of values. Others are packed
-    one after the other: five arrays of a few numbers take more than their content.
+    one after the other: five arrays of a few numbers take more than their content. Many at once, as of an earlier run, are arrays.
     """
 
     __slots__ = ("_capacity", "_numbers", "_oldest", "_packed", "_values", "_width", "fresh")
@@ -117,12 +123,14 @@ class Ring:
         self._capacity = capacity
         self._oldest = 0  # index of the oldest bucket
         self._numbers, self._values = _NO_NUMBERS, _NO_VALUES
-        self._packed: bytearray | None = None
+        self._packed: bytearray | Rows | None = None
         self.fresh = 0
 
     def __len__(self) -> int:
         packed = self._packed
-        return len(self._numbers) if packed is None else len(packed) // row_bytes(self._width)
+        if isinstance(packed, bytearray):
+            return len(packed) // row_bytes(self._width)
+        return len(self._numbers if packed is None else packed.numbers)
 
     @property
     def first(self) -> int | None:
@@ -137,14 +145,22 @@ class Ring:
     def append(self, number: int, bucket: Bucket) -> None:
         """Append a newer bucket."""
         if self._packed is None:
-            self._packed = _packed(self._part(0, len(self)), self._width)
+            self._packed = self._part(0, len(self)) if self._numbers else bytearray()
             self._numbers, self._values = _NO_NUMBERS, _NO_VALUES
-        row = _form(self._width).pack(number, *bucket.mins, *bucket.means, *bucket.maxs, *bucket.counts)
-        if len(self) < self._capacity:
-            self._packed += row
-            return
-        self._packed[self._oldest * len(row) : (self._oldest + 1) * len(row)] = row
-        self._oldest = (self._oldest + 1) % self._capacity
+        packed, at, full = self._packed, self._oldest, len(self) == self._capacity
+        if isinstance(packed, bytearray):
+            row = _form(self._width).pack(number, *bucket.mins, *bucket.means, *bucket.maxs, *bucket.counts)
+            if full:
+                packed[at * len(row) : (at + 1) * len(row)] = row
+            else:
+                packed += row
+        elif full:
+            packed.numbers[at], cells = number, slice(at * self._width, (at + 1) * self._width)
+            packed.mins[cells], packed.means[cells] = array("f", bucket.mins), array("f", bucket.means)
+            packed.maxs[cells], packed.counts[cells] = array("f", bucket.maxs), array("H", bucket.counts)
+        else:
+            packed.add(number, bucket)
+        self._oldest = (at + 1) % self._capacity if full else 0
 
     def extend(self, numbers: "array[int]", values: "array[float]") -> None:
         """Append newer buckets with one sample each; `values` has sample after sample."""
@@ -156,9 +172,10 @@ class Ring:
                 sample = values[done * width : (done + 1) * width]
                 self.append(numbers[done], Bucket(sample, sample, sample, _sampled(sample)))
                 done += 1
-                turned = not self._oldest and len(self) == self._capacity
-                if turned and self._all_single():
-                    self.restore(self._part(0, self._capacity))
+                if not self._oldest and len(self) == self._capacity:  # once a turn
+                    rows = self._part(0, self._capacity)
+                    if max(rows.counts) <= 1:
+                        self._packed, self._numbers, self._values = None, rows.numbers, rows.means
                 continue
             full = len(self._numbers) == self._capacity
             begin = self._oldest if full else len(self._numbers)
@@ -210,10 +227,15 @@ class Ring:
         width, size = self._width, row_bytes(self._width)
         if begin >= stop:
             return
-        if self._packed is not None:
-            for number, low, mean, high, count in _form(width, metric).iter_unpack(
-                self._packed[begin * size : stop * size]
-            ):
+        packed = self._packed
+        if packed is not None:
+            rows: Iterable[tuple[int, float, float, float, int]]
+            if isinstance(packed, bytearray):
+                rows = _form(width, metric).iter_unpack(packed[begin * size : stop * size])
+            else:
+                cells = slice(begin * width + metric, stop * width, width)
+                rows = zip(packed.numbers[begin:stop], *(column[cells] for column in packed[1:]), strict=True)
+            for number, low, mean, high, count in rows:
                 if count:
                     yield Point(number * step, low, mean, high, count)
             return
@@ -230,58 +252,58 @@ class Ring:
         )
 
     def _number(self, row: int) -> int:
-        if self._packed is None:
-            return self._numbers[row]
+        packed = self._packed
+        if not isinstance(packed, bytearray):
+            return (self._numbers if packed is None else packed.numbers)[row]
         at = row * row_bytes(self._width)
-        return int.from_bytes(self._packed[at : at + 4], byteorder, signed=True)
+        return int.from_bytes(packed[at : at + 4], byteorder, signed=True)
 
     def _part(self, begin: int, stop: int) -> Rows:
         """A copy of the buckets from index `begin` to `stop`."""
-        width, size = self._width, row_bytes(self._width)
-        if self._packed is None:
+        width, size, packed = self._width, row_bytes(self._width), self._packed
+        if packed is None:
             values = self._values[begin * width : stop * width]
             return Rows(self._numbers[begin:stop], values, values[:], values[:], _sampled(values))
-        found, words = Rows.empty(), array("H", self._packed[begin * size : stop * size])
-        columns: Sequence[array[int] | array[float]] = found
-        for column, places in zip(columns, _word_places(width), strict=True):
-            part = array("H", bytes(2 * len(places) * (2 * len(words) // size)))
-            for at, place in enumerate(places):
-                part[at :: len(places)] = words[place :: size // 2]
+        if not isinstance(packed, bytearray):
+            return packed.part(begin, stop, width)
+        found, words = Rows.empty(), array("H", packed[begin * size : stop * size])
+        at, rows = 0, 2 * len(words) // size
+        for column, each in zip(found, (2, 2 * width, 2 * width, 2 * width, width), strict=True):
+            part = array("H", bytes(2 * each * rows))  # word by word of all at once
+            for place in range(each):
+                part[place::each] = words[at + place :: size // 2]
+            at += each
             column.frombytes(part.tobytes())
         return found
 
-    def _all_single(self) -> bool:
-        """Whether no packed bucket has several samples."""
-        *_, counts = _word_places(self._width)
-        words = array("H", self._packed or b"")
-        return all(max(words[place :: row_bytes(self._width) // 2]) <= 1 for place in counts)
-
     def restore(self, rows: Rows) -> None:
-        """Keep the newest of these buckets, and no others."""
-        size = len(rows.numbers)
-        rows = rows.part(max(size - self._capacity, 0), size, self._width)
-        single = rows.counts == _sampled(rows.means) and rows.mins.tobytes() == rows.maxs.tobytes()
-        self._packed, self._oldest = None if single else _packed(rows, self._width), 0
-        self._numbers, self._values = (rows.numbers, rows.means) if single else (_NO_NUMBERS, _NO_VALUES)
+        """Keep the newest of these buckets, which become its own, and no others."""
+        self._packed, self._oldest, self._numbers, self._values = rows, 0, _NO_NUMBERS, _NO_VALUES
+        self._cut(self._capacity)
 
+    def shorten(self, capacity: int) -> None:
+        """Keep at most so many buckets, the newest, from now on."""
+        if capacity != self._capacity:
+            self._cut(capacity)
 
-@cache
-def _word_places(width: int) -> Sequence[range]:
-    """Where each column of `Rows` is in a packed bucket, in words of 16 bits."""
-    ends = (2, 2 + 2 * width, 2 + 4 * width, 2 + 6 * width, 2 + 7 * width)
-    return [range(begin, end) for begin, end in pairwise((0, *ends))]
+    def _cut(self, capacity: int) -> None:
+        size, oldest, width, packed = len(self), self._oldest, self._width, self._packed
+        self._capacity, self._oldest = capacity, 0
+        if not oldest and size <= capacity:
+            return
+        begin = oldest + max(size - capacity, 0)
 
+        def kept(held: _Held, each: int) -> _Held:
+            over = max(begin - size, 0)
+            return held[begin * each : size * each] + held[over * each : oldest * each]
 
-def _packed(rows: Rows, width: int) -> bytearray:
-    """Buckets one after the other: word by word of all at once, as a loop over ten thousand buckets would hold up others."""
-    size = row_bytes(width) // 2
-    found = array("H", bytes(2 * size * len(rows.numbers)))
-    columns: Sequence[array[int] | array[float]] = rows
-    for column, places in zip(columns, _word_places(width), strict=True):
-        words = array("H", column.tobytes())
-        for at, place in enumerate(places):
-            found[place::size] = words[at :: len(places)]
-    return bytearray(found.tobytes())
+        if packed is None:
+            self._numbers, self._values = kept(self._numbers, 1), kept(self._values, width)
+        elif isinstance(packed, bytearray):
+            self._packed = kept(packed, row_bytes(width))
+        else:
+            mins, means, maxs = (kept(column, width) for column in (packed.mins, packed.means, packed.maxs))
+            self._packed = Rows(kept(packed.numbers, 1), mins, means, maxs, kept(packed.counts, width))
 
 
 def _merged_column(
@@ -298,6 +320,7 @@ def _merged_column(
     return min(mins), mean, max(maxs), min(total, MOST_COUNTED)
 
 
+_NUMBERS = range(-(2**31), 2**31)
 CHUNK = 30
 """Steps per stored chunk: half an hour of the coarsest tier."""
 
@@ -319,18 +342,22 @@ def chunks(rows: Rows, width: int, shift: int) -> Iterator[tuple[int, bytes]]:
         begin = end
 
 
-def unpack(body: bytes, width: int, shift: int) -> Rows:
-    """The rows of a chunk, with `shift` subtracted from their numbers. ValueError if it is not of that many metrics."""
-    count, rest = divmod(len(body), row_bytes(width))
-    if rest:
-        raise ValueError(f"{len(body)} bytes are not rows of {width} metrics")
+def unpack(bodies: Iterable[bytes], width: int, shift: int, kept: range = _NUMBERS) -> Rows:
+    """The rows of chunks, with `shift` subtracted from their numbers, without chunks that end before or after `kept`.
+
+    ValueError if one is not of that many metrics.
+    """
     rows = Rows.empty()
-    at = 0
-    for column in rows:
-        size = (count if column is rows.numbers else count * width) * column.itemsize
-        column.frombytes(body[at : at + size])
-        at += size
-    try:
-        return rows._replace(numbers=array("i", [number - shift for number in rows.numbers]))
-    except OverflowError as error:
-        raise ValueError(f"a row has an invalid number: {error}") from error
+    for body in map(memoryview, bodies):
+        count, rest = divmod(len(body), row_bytes(width))
+        if rest:
+            raise ValueError(f"{len(body)} bytes are not rows of {width} metrics")
+        newest = int.from_bytes(body[4 * count - 4 : 4 * count], byteorder, signed=True) - shift
+        if newest not in _NUMBERS:
+            raise ValueError(f"a row has an invalid number: {newest}")
+        if newest in kept:
+            at = 0
+            for column, each in zip(rows, (4, 4 * width, 4 * width, 4 * width, 2 * width), strict=True):
+                column.frombytes(body[at : at + each * count])
+                at += each * count
+    return rows._replace(numbers=array("i", [number - shift for number in rows.numbers]))

@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from itertools import islice
+from math import ceil
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -80,9 +81,10 @@ class Saver:
             offset = self._timeline.offset
             self._events.restore([event_from_text(text, offset) for text in await self._store.events()])
             async for key, rows in self._series():
-                if self._history.restore(key, rows):
-                    self._saved[key] = _newest(rows, len(metrics_of(key)))
-        except ValueError as error:
+                newest = _newest(rows, len(metrics_of(key))) if rows.numbers else None
+                if newest is not None and self._history.restore(key, rows):
+                    self._saved[key] = newest
+        except (ValueError, OverflowError) as error:
             raise FailedPreconditionError(
                 f"cannot read {DATABASE} ({error}); it is unchanged", reason="STATE_UNREADABLE"
             ) from error
@@ -179,20 +181,21 @@ class Saver:
         return round(self._timeline.offset / self._tier.step)
 
     async def _series(self) -> AsyncGenerator[tuple[str, Rows], None]:
-        """The stored rows of each series, without expired ones and those from the future."""
-        shift, now = self._shift(), self._clock.now()
-        key, rows = "", Rows.empty()
-        async for part in self._store.chunks():
+        """The stored rows of each series, as far as there is memory, without expired ones and those from the future."""
+        shift, now, tier = self._shift(), self._clock.now(), self._tier
+        kept = range(ceil((now - tier.retention) / tier.step), int(now // tier.step) + 1)
+        # Room is made before, or the first series would be read whole, and shortened for those that follow.
+        surely = range((kept.start + shift) // CHUNK + 1, (kept.stop + shift - 1) // CHUNK + 1)
+        self._history.make_room(count=await self._store.count_gpus(surely))
+        first = kept.stop - 1 - self._history.kept[-1].capacity
+        key, bodies = "", list[bytes]()
+        async for part in self._store.chunks((first + shift) // CHUNK - 1):
             for name, _, body in part:
-                if name != key and rows.numbers:
-                    yield key, rows
                 if name != key:
-                    key, rows = name, Rows.empty()
-                found = unpack(body, len(metrics_of(name)), shift)
-                if found.numbers and now - self._tier.retention <= found.numbers[-1] * self._tier.step <= now:
-                    rows.extend(found)
-        if rows.numbers:
-            yield key, rows
+                    yield key, unpack(bodies, len(metrics_of(key)), shift, kept)
+                    key, bodies = name, []
+                bodies.append(body)
+        yield key, unpack(bodies, len(metrics_of(key)), shift, kept)
 
 
 def _newest(rows: Rows, width: int) -> _Newest:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from sqlalchemy import Connection, Table, bindparam, delete, insert, select, tuple_
+from sqlalchemy import Connection, Table, bindparam, delete, distinct, func, insert, select, tuple_
 from sqlalchemy.orm import registry
 from sqlmodel import Field, SQLModel
 
@@ -148,16 +148,30 @@ class FleetStore:
         """The bodies of all health events."""
         return await self._bodies(_EVENT)
 
-    async def chunks(self) -> AsyncGenerator[list[Chunk], None]:
-        """All chunks of history, by series and time, in parts."""
+    async def count_gpus(self, chunks: range) -> int:
+        """How many GPUs have one of these chunks."""
+
+        def work(connection: Connection) -> int:
+            number, gpu = _CHUNK.c.number, ~_CHUNK.c.key.contains("/")
+            found = select(func.count(distinct(_CHUNK.c.key)))
+            return connection.scalar(found.where(gpu, number >= chunks.start, number < chunks.stop)) or 0
+
+        return await self._store.read(work)
+
+    async def chunks(self, first: int = 0) -> AsyncGenerator[list[Chunk], None]:
+        """All chunks of history from number `first` on, by series and time, in parts."""
         after = ("", 0)
         while True:
 
             def work(connection: Connection, after: tuple[str, int] = after) -> list[Chunk]:
                 place = tuple_(_CHUNK.c.key, _CHUNK.c.number)
-                rows = select(_CHUNK).where(place > after).order_by(_CHUNK.c.key, _CHUNK.c.number)
+                rows = (
+                    select(_CHUNK)
+                    .where(place > after, _CHUNK.c.number >= first)
+                    .order_by(_CHUNK.c.key, _CHUNK.c.number)
+                )
                 found = connection.execute(rows.limit(_CHUNKS_PER_READ))
-                return [(row.key, row.number, row.body) for row in found]
+                return [(key, number, body) for key, number, body in found]
 
             part = await self._store.read(work)
             if not part:
