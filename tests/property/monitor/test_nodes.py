@@ -1,6 +1,7 @@
 """Whatever order agents connect, send and vanish in, no node moves back and no GPU is in two places."""
 
 from contextlib import ExitStack
+from functools import partial
 
 import pytest
 from hypothesis import settings
@@ -41,13 +42,15 @@ class Agents(RuleBasedStateMachine):
     def connect(self, node: str, epoch: int) -> None:
         refused = epoch < self.reporting.get(node, 0) and not self.gone(node)
         before = [stream for stream, _, _ in self.open if stream.node == node]
-        connected = self.nodes.connected(hello(node, epoch=epoch), lambda: self.superseded.append(stream))
+        connect = partial(
+            self.nodes.connected, hello(node, epoch=epoch), lambda: self.superseded.append(stream)
+        )
         stack = ExitStack()
         if refused:
             with pytest.raises(AbortedError):
-                stack.enter_context(connected)
+                connect()
             return
-        stream = stack.enter_context(connected)
+        stream = stack.enter_context(connect())
         assert all(one in self.superseded for one in before)
         self.reporting[node] = epoch
         self.open.append((stream, stack, epoch))

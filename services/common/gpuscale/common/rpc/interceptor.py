@@ -18,8 +18,8 @@ import inspect
 import os
 import re
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import aclosing, contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import aclosing
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -348,7 +348,8 @@ class Guard:
 
     async def _stream(self, request: Any, context: Context, task: _Task, principal: Principal | None) -> Any:
         """Handle a call with a stream in either direction; returns the response unless it is a stream."""
-        with self._open_stream(context, task, principal):
+        close = self._open_stream(context, task, principal)
+        try:
             message = request
             if not (self._streams_requests or self._deserialize is None):
                 message = self._decode(request)
@@ -362,19 +363,22 @@ class Guard:
             async with aclosing(self._behavior(message, context)) as responses:
                 async for response in responses:
                     await context.write(response)
+        finally:
+            close()
         return None
 
-    @contextmanager
-    def _open_stream(self, context: Context, task: _Task, principal: Principal | None) -> Generator[None]:
-        """Register a stream. It ends soon after its token or certificate expires or is revoked."""
+    def _open_stream(self, context: Context, task: _Task, principal: Principal | None) -> Callable[[], None]:
+        """Register a stream, which ends soon after its token or certificate expires or is revoked; returns what closes it.
+
+        No context manager: its generator takes half a KB, and there are thousands of streams.
+        """
         calls = self._settings.calls
         if principal is None:
             calls.public.add(task)
         else:
             calls.enter_stream(task)
         if principal is None or principal.kind not in {"token", "certificate", "gateway"}:
-            yield
-            return
+            return _nothing_to_close
         loop = asyncio.get_running_loop()
         timer: asyncio.TimerHandle
 
@@ -387,11 +391,11 @@ class Guard:
             else:
                 timer = loop.call_later(RECHECK_PERIOD, check_again)
 
-        timer = loop.call_later(RECHECK_PERIOD, check_again)
-        try:
-            yield
-        finally:
+        def close() -> None:
             timer.cancel()
+
+        timer = loop.call_later(RECHECK_PERIOD, check_again)
+        return close
 
     def _decode(self, raw: bytes) -> Any:
         """Decode a message. For request streams gRPC calls this, and its error is raised in the handler."""
@@ -406,6 +410,10 @@ class Guard:
         """Log a bug; the caller gets only the request id, which is in the log line."""
         _log.error("call failed unexpectedly", method=self._path, exc_info=error or True)
         return errors.InternalError(f"internal error, request {call_id.get()}")
+
+
+def _nothing_to_close() -> None:
+    """Close a stream that is not looked at again."""
 
 
 _REQUEST_ID_KEYS: Final = (REQUEST_ID_KEY, "x-request-id")

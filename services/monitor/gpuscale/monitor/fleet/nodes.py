@@ -6,8 +6,7 @@ epoch only a higher seq is accepted. So no order of arrival moves a node back in
 `Directory` finds GPUs and nodes by resource name or UUID.
 """
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from gpuscale.api.monitor import v1 as api
 from gpuscale.api.types import v1 as types_api
@@ -51,6 +50,7 @@ class Nodes:
         self.feed: ResourceFeed[NodeRecord] = ResourceFeed(
             api.WatchNodesResponse, lambda record, _: to_node(record, clock.now()), shared=SHARED_SECONDS
         )
+        self._left = self._leave  # one for all streams
         self.observers: tuple[Observer, ...] = ()
         self.fault_observers: tuple[FaultObserver, ...] = ()
         self.awaited: set[str] = set()
@@ -104,9 +104,8 @@ class Nodes:
         self.feed.remove(node_name(node))
         _log.info("a node is forgotten", node=node)
 
-    @contextmanager
-    def connected(self, hello: monitor_internal.Hello, end: Callable[[], None]) -> Generator[AgentStream]:
-        """The stream of an agent, which reports for its node until the block ends. `end` ends it from outside.
+    def connected(self, hello: monitor_internal.Hello, end: Callable[[], None]) -> AgentStream:
+        """The stream of an agent, which reports for its node until its block ends. `end` ends it from outside.
 
         AbortedError if an agent that started later reports for the node, ResourceExhaustedError if there are too many nodes.
         """
@@ -131,16 +130,15 @@ class Nodes:
             record.stream.end()
         record.epoch = epoch
         record.agent_version = hello.agent_version
-        record.stream = stream = AgentStream(record, epoch, end)
+        record.stream = stream = AgentStream(record, epoch, end, self._left)
         self._changed(record, now)
-        del hello  # free it: there are thousands of streams
-        try:
-            yield stream
-        finally:
-            if record.stream is stream:
-                record.stream = None
-                self._changed(record, self._clock.now())
-                _log.info("a node's stream ended", node=stream.node)
+        return stream
+
+    def _leave(self, stream: AgentStream) -> None:
+        if stream.record.stream is stream:
+            stream.record.stream = None
+            self._changed(stream.record, self._clock.now())
+            _log.info("a node's stream ended", node=stream.node)
 
     def take(self, stream: AgentStream, request: monitor_internal.StreamTelemetryRequest) -> bool:
         """Accept a message after Hello, or count it as rejected; returns whether it was accepted."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from heapq import heappop, heappush
+from typing import Self
 
 from gpuscale.api.monitor import v1 as api
 from gpuscale.api.types import v1 as types_api
@@ -163,11 +164,12 @@ class NodeRecord:
 
 @dataclass(slots=True, eq=False)
 class AgentStream:
-    """The state of one agent's stream."""
+    """The state of one agent's stream, until its block ends."""
 
     record: NodeRecord
     epoch: Epoch
     end: Callable[[], None]  # ends it
+    left: "Callable[[AgentStream], None]"  # called when its block ends
     acked_seq: int = -1  # seq of its last accepted snapshot; -1 for none
     # seq of the snapshot that a delta must change; None if a whole one must come
     base_seq: int | None = None
@@ -175,6 +177,12 @@ class AgentStream:
     rejected_reason: str = ""  # the reason of the last one
     # the quarantines that were sent to its agent; None before the first acknowledgement
     told: Mapping[str, monitor_internal.Quarantine] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.left(self)
 
     @property
     def node(self) -> str:

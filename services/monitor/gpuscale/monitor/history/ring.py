@@ -191,9 +191,11 @@ class Ring:
         width, stop, size = self._width, self._oldest or len(self), len(self)
         begin = stop - count
         if self._packed is None:
-            values = self._values[max(begin, 0) * width : stop * width]
+            values = self._values[
+                max(begin, 0) * width : stop * width
+            ].tolist()  # else each look at one makes it anew
             if begin < 0:
-                values = self._values[begin * width :] + values
+                values = self._values[begin * width :].tolist() + values
             if not isnan(sum(values)):
                 columns = [values[metric::width] for metric in range(width)]
                 middles = [sum(column) / count for column in columns]
