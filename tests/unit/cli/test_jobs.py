@@ -123,7 +123,10 @@ def test_an_allocator_that_starts_hears_how_a_command_ended(
     holder.ended(0, "")
     holder.release()
     assert capsys.readouterr().err.count("it is over") == 2, "said, and not asked again"
-    allocator.unanswered, allocator.error = 3, error  # as while the link is down on which a supervisor was killed
+    allocator.unanswered, allocator.error = (
+        3,
+        error,
+    )  # as while the link is down on which a supervisor was killed
     holding.LeaseHolder(orders, [allocator]).killed(138)
     assert allocator.told[-1] == 138
 
@@ -136,7 +139,7 @@ def test_the_end_of_a_detached_job_is_told_for_as_long_as_its_lease_lasts(
     monkeypatch.setattr("time.sleep", lambda seconds: now.append(now.pop() + seconds))
     orders = Orders(reservation="reservations/r1", fence=1, reports=True, detached=True, **NO_TEXTS)
     allocator = Starting(unanswered=0)
-    holder = holding.LeaseHolder(orders, cast("list[AllocatorServiceStub]", [allocator]))
+    holder = holding.LeaseHolder(orders, [allocator])
     holder.started(7)
     holder.renew(1.0)
     allocator.unanswered = 580  # 290 s
