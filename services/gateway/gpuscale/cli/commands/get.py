@@ -12,7 +12,6 @@ from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.cli.commands.watching import GetCommand
 from gpuscale.cli.console import lookup
-from gpuscale.cli.console.cells import short
 from gpuscale.cli.console.command import Session, command, names, names_of
 from gpuscale.cli.console.errors import known
 from gpuscale.cli.console.output import Chosen, name_of, to_dict
@@ -225,6 +224,8 @@ def endpoints(session: Session, name: Names) -> None:
 
 def _cut_reasons(output: "Output", found: "Sequence[autoscaler_api.Endpoint]") -> list[str]:
     """The reasons of endpoints that do not fit a table: their ends say the causes."""
+    from gpuscale.cli.console.cells import short
+
     width, table = terminal_width() or 0, "\n".join(output.table(found, autoscaler.ENDPOINTS))
     told = [f"{short(one.name)}: {one.status.summary}" for one in found if one.status.summary not in table]
     return [line for one in told for line in wrap(one, width or len(one), subsequent_indent="  ")]
