@@ -57,7 +57,7 @@ async def test_a_decision_that_cannot_be_read_is_read_again(monkeypatch: pytest.
         return autoscaler_api.GetDecisionResponse(decision=autoscaler_api.Decision(summary="from 1 to 2"))
 
     site = Mock(client=Mock(decisions=Mock(GetDecision=answer)), actions=lambda: None)
-    site.facts.problems = {}
+    site.facts.problems, site.facts.wrong = {}, []
 
     def shows(text: str) -> bool:
         labels = (one for one in page.elements.values() if isinstance(one, ui.label))
