@@ -101,6 +101,8 @@ def test_other_shells_get_words_with_their_meaning(complete: Any) -> None:
     ]
     assert complete("get nodes -o yam", "zsh") == ["plain", "yaml", "_"]
     assert "nodes" in complete("get nod", "fish")[0]
+    assert complete("get nodes --output=yam", "zsh") == ["plain", "--output=yaml", "_"], "the whole word"
+    assert complete("get nodes --output=yam", "fish") == ["plain,--output=yaml"]
 
 
 def test_contexts_are_completed(tmp_path: Path) -> None:

@@ -7,7 +7,15 @@ import re
 import sys
 
 import click
-from click.shell_completion import BashComplete, FishComplete, add_completion_class, get_completion_class
+from click.shell_completion import (
+    BashComplete,
+    CompletionItem,
+    FishComplete,
+    ShellComplete,
+    ZshComplete,
+    add_completion_class,
+    get_completion_class,
+)
 
 from gpuscale.cli.console.command import PROGRAM, Session, command
 from gpuscale.cli.console.errors import ExitCode
@@ -31,13 +39,29 @@ class _Bash(BashComplete):
         return joined[:-1], joined[-1]
 
 
-class _Fish(FishComplete):
+class _WholeWords(ShellComplete):
+    """A shell that puts what it is told in place of the whole word, also of `--output=j`."""
+
+    def get_completions(self, args: list[str], incomplete: str) -> list[CompletionItem]:
+        option, equals, _ = incomplete.partition("=")
+        found = super().get_completions(args, incomplete)
+        for one in found if equals and option.startswith("--") else ():
+            one.value = f"{option}={one.value}"
+        return found
+
+
+class _Zsh(_WholeWords, ZshComplete):
+    """Zsh."""
+
+
+class _Fish(_WholeWords, FishComplete):
     """Fish; click's script cuts a word and its meaning at the first comma of either."""
 
     source_template = FishComplete.source_template.replace('split ","', 'split --max 1 ","')
 
 
 add_completion_class(_Bash, "bash")
+add_completion_class(_Zsh, "zsh")
 add_completion_class(_Fish, "fish")
 
 
