@@ -76,6 +76,8 @@ async def test_record_of_what_cannot_be_run_or_is_not_there(fleet: RunningFleet)
     assert (await record(fleet, "record", "--", "no-such-command")).code == 127
     missing = await ctl(fleet, "record", "--node", "beta", "--", "true")
     assert (missing.code, "nodes/beta" in missing.err) == (3, True)
+    missing = await ctl(fleet, "record", "--gpu", "beta", "--", "true")
+    assert (missing.code, "'beta' is not a gpu" in missing.err) == (2, True)
 
 
 async def test_history_shows_trends_and_points(fleet: RunningFleet) -> None:

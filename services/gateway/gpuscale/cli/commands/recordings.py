@@ -70,7 +70,8 @@ class RecordingOptions:
 
         Raises InvalidArgumentError: nothing was named, and this host is not a node.
         """
-        names, uuids = lookup.named(client, [*self.gpu, *self.node])
+        names, uuids = lookup.named(client, self.gpu, "gpus")
+        names += lookup.named(client, self.node, "nodes")[0]
         if self.reservation:
             [found] = lookup.reservations(client, [self.reservation])
             uuids += [one.uuid for one in found.gpus if one.uuid not in uuids]

@@ -180,11 +180,11 @@ def notifications(
     return about.items(client.notifications, allocator_api.ListNotificationsRequest(filter=asked))
 
 
-def named(client: Client, typed: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(full names, UUIDs) of nodes and GPUs: `host-1`, `host-1/gpu-…`, `host-1/0`, or a UUID."""
+def named(client: Client, typed: Sequence[str], noun: str = "") -> tuple[list[str], list[str]]:
+    """(full names, UUIDs) of nodes and GPUs, or of the `noun`: `host-1`, `host-1/gpu-…`, `host-1/0`, or a UUID."""
     uuids = [one for one in typed if is_uuid(one)]
     others = [one for one in typed if one not in uuids]
-    return spots(lambda: nodes(client), others), uuids
+    return spots(lambda: nodes(client), others, noun), uuids
 
 
 def spots(of: Callable[[], Iterable[monitor_api.Node]], typed: Sequence[str], noun: str = "") -> list[str]:
