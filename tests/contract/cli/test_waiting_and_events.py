@@ -312,6 +312,15 @@ def test_events_about_what_nobody_knows_say_so(ctl: Any, typed: str, told: str) 
     assert (ran.code, told in ran.err) == (0, True), ran.err
 
 
+def test_what_was_over_at_once_began_before(ctl: Any, world: canned.World) -> None:
+    event = deepcopy(canned.EVENT)
+    event.severity = canned.monitor_api.HealthSeverity.HEALTH_SEVERITY_WARNING
+    event.resolved_time.CopyFrom(event.start_time)
+    world.things[event.name] = event
+    ran = ctl("events", "--since", EVER, "--kind", "health", "-o", "json")
+    assert [one["what"] for one in json.loads(ran.out)["events"]] == ["warning: hot", "over: hot"]
+
+
 def attempt(node: str, at: int, **known: Any) -> Any:
     """An attempt of a job that began then, was asked to save its work after 20 s, and left 10 s later."""
     made = canned.allocator_api.JobMember(node=f"nodes/{node}", **known)

@@ -79,10 +79,10 @@ def describe(session: Session, words: tuple[str, ...]) -> None:
                 write_lines(["", *session.output.table(gpus, monitor.gpus(holders_known(client)))])
             uuid = item.uuid if isinstance(item, types_api.Gpu) else ""
             about = lookup.About(uuid, wire.TimeRange(datetime.now(UTC) - SINCE))
-            found = sorted(set(events.found_events(client, _EVENTS.get(noun, ()), about, set(), first=False)))
+            found = events.found_events(client, _EVENTS.get(noun, ()), about, set(), first=False)
             happened = _printable(
                 f"  {local_text(one.time)}  {one.name}: {one.what}"
-                for one in found
+                for one in events.in_order(found)
                 if uuid or one.concerns(str(getattr(item, "name", "")))
             )
             write_lines(["", "events of the last hour:", *happened] if happened else [])

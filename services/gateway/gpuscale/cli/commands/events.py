@@ -83,11 +83,11 @@ def events(session: Session, when: When, kind: tuple[str, ...], about: str, gpu:
             watched.streams = Streams(client)
         asked = lookup.About(lookup.gpu_uuid(client, gpu) if gpu else "", time, output.chosen)
         while True:
-            found = sorted(
+            found = [
                 one
-                for one in set(found_events(client, kinds, asked, down, first=first))
+                for one in in_order(found_events(client, kinds, asked, down, first=first))
                 if time.meets(one.time, one.time) and (not about or one.concerns(canonical(about)))
-            )
+            ]
             fresh = [one for one in found if one not in seen]
             seen.update(fresh)
             if fresh or not watch:
@@ -116,6 +116,11 @@ def _nobody(client: "Client", about: str) -> str:
         return f"none about {about}"
     _, meant, nearest = near(about, there).partition("; did you mean")
     return f"none about {about}, and nothing that is there now has this name{meant}{nearest}"
+
+
+def in_order(found: Iterable[EventLine]) -> list[EventLine]:
+    """Each event once, by time; those of one resource at the same moment stay in their turn."""
+    return sorted(dict.fromkeys(found), key=lambda one: one[:3])
 
 
 def found_events(
