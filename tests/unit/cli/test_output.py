@@ -10,7 +10,7 @@ from google.protobuf.duration_pb2 import Duration
 from gpuscale.api.allocator.v1 import JobMember, PolicyStanding, QueuePlace, Reservation, ReservedGpu
 from gpuscale.api.audit.v1 import AuditEvent
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.api.monitor.v1 import Node, RecordedGpu
+from gpuscale.api.monitor.v1 import HealthEvent, MetricStats, Node, RecordedGpu
 from gpuscale.api.types.v1 import Gpu, GpuReading
 from gpuscale.cli.commands.describe import described
 from gpuscale.cli.console import cells, output
@@ -21,7 +21,7 @@ from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.parameters import local_text
 from gpuscale.cli.views.allocator import JOB_MEMBERS, JOBS, RESERVATIONS, STANDINGS
 from gpuscale.cli.views.autoscaler import ADAPTERS, ENDPOINTS, REPLICAS
-from gpuscale.cli.views.monitor import AUDIT, RECORDED_GPUS
+from gpuscale.cli.views.monitor import AUDIT, HEALTH, RECORDED_GPUS
 from gpuscale.client.states import estimate
 
 VIEW = View[Node](
@@ -331,6 +331,28 @@ def test_what_will_be_taken_away_says_when_and_why() -> None:
     leaves.revoke_time.FromDatetime(now + timedelta(seconds=90))
     [why] = [one.cell(leaves) for one in REPLICAS.columns if one.heading == "WHY"]
     assert why == "leaves in 1m29s: nodes/b is drained: fan"
+
+
+def test_a_figure_of_zero_is_described_and_an_absent_one_is_not() -> None:
+    """A recording of an idle GPU had no use at all, and the first GPU of a node no index."""
+    gpu = RecordedGpu(uuid="GPU-a", stats=[MetricStats(metric="METRIC_POWER_WATTS", max=70.0)])
+    stats = ["stats:", "- metric: POWER_WATTS", "  min: 0", "  max: 70", "  mean: 0", "  sampleCount: 0"]
+    assert [*described(gpu)] == ["uuid: GPU-a", "index: 0", "sampleCount: 0", *stats]
+
+
+def test_a_health_event_names_its_gpu_in_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output, "terminal_width", lambda: 80)
+    event = HealthEvent(
+        node="nodes/host-1",
+        uuid="GPU-6afcb721-67c0-5d87-a657-b17ffccbb12a",
+        check="HEALTH_CHECK_XID",
+        severity="HEALTH_SEVERITY_CRITICAL",
+        recommended_action="RECOMMENDED_ACTION_REBOOT_NODE",
+        message="XID 79: the GPU fell off the bus",
+    )
+    heading, row = Output().table([event], HEALTH)
+    assert "GPU-6afcb721" in row
+    assert max(map(len, (heading, row))) <= 80
 
 
 def test_a_description_has_sizes_rates_switches_and_large_numbers_as_people_read_them() -> None:

@@ -6,6 +6,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import click
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from gpuscale.api.monitor import v1 as monitor_api
@@ -93,8 +94,8 @@ def _printable(lines: Iterable[str]) -> list[str]:
 
 
 def described(message: Message, indent: str = "") -> Iterator[str]:
-    """The fields that are set, by JSON name, with sizes, durations and times in readable form."""
-    for field, value in message.ListFields():
+    """The fields that are set, and figures of 0, by JSON name, with sizes, durations and times in readable form."""
+    for field, value in _known(message):
         label, of = f"{indent}{field.json_name}:", field.message_type
         if of is not None and of.GetOptions().map_entry:
             yield f"{label} {', '.join(f'{key}={value[key]}' for key in sorted(value))}"
@@ -113,6 +114,14 @@ def described(message: Message, indent: str = "") -> Iterator[str]:
                 for line in described(one, f"{indent}  "):
                     yield first + line[len(first) :] if first else line
                     first = ""
+
+
+def _known(message: Message) -> Iterator[tuple[Any, Any]]:
+    listed = {field.number for field, _ in message.ListFields()}
+    for field in message.DESCRIPTOR.fields:
+        figure = field.cpp_type == FieldDescriptor.CPPTYPE_DOUBLE or field.name.endswith(("count", "index"))
+        if field.number in listed or (figure and not (field.has_presence or field.is_repeated)):
+            yield field, getattr(message, field.name)
 
 
 def _value(field: Any, value: Any) -> str:

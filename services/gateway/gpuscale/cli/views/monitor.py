@@ -222,15 +222,15 @@ HEALTH = View[api.HealthEvent](
     (
         Column("SEVERITY", lambda event: word(event, "severity")),
         Column("FATAL", lambda event: "yes" if event.fatal else "no", spare=True),
-        Column("CHECK", lambda event: word(event, "check")),
+        Column("CHECK", lambda event: word(event, "check"), spare=True),
         Column("NODE", lambda event: event.node.rpartition("/")[2]),
+        Column("UUID", lambda event: text(event.uuid)),
         Column("AGE", lambda event: since(event, "start_time"), moving=True),
         Column("RESOLVED", lambda event: since(event, "resolved_time"), moving=True, spare=True),
         Column("COUNT", lambda event: str(event.count), wide=True),
         Column("CLEARED", lambda event: "yes" if event.cleared else "no", wide=True),
         Column("ACTION", lambda event: word(event, "recommended_action")),
         Column("MESSAGE", lambda event: text(event.message)),
-        Column("UUID", lambda event: text(event.uuid), spare=True),
         Column("NAME", lambda event: short(event.name), wide=True),
     ),
 )
