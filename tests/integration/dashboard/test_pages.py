@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import AsyncMock, Mock
 
@@ -17,6 +18,7 @@ from starlette.requests import Request
 
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
+from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.client import NotFoundError, UnavailableError
 from gpuscale.common.runtime.tasks import SystemClock
 from gpuscale.common.security.auth import Role
@@ -24,7 +26,7 @@ from gpuscale.dashboard import frame
 from gpuscale.dashboard.facts import Facts
 from gpuscale.dashboard.feed import CONNECTING
 from gpuscale.dashboard.frame import DashboardSite
-from gpuscale.dashboard.pages import audit, endpoints, reservations, usage
+from gpuscale.dashboard.pages import audit, endpoints, recordings, reservations, usage
 from gpuscale.dashboard.visitors import VisitorActions, VisitorSession
 from tests.support.cli import python
 from tests.support.waiting import eventually
@@ -94,6 +96,34 @@ async def test_a_reservation_that_is_not_there_has_no_job(monkeypatch: pytest.Mo
         [job] = [one for one in page.elements.values() if isinstance(one, TextElement) and one.text == "Job"]
         await eventually(lambda: actions.ask.await_count > 0)
         assert not all(one.visible for one in job.ancestors())
+
+
+async def test_a_running_recording_is_shown_as_it_is_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watch tells of its start and end alone: it had 9 samples for as long as it ran."""
+    begun = monitor_api.Recording(name="recordings/r", state="STATE_RUNNING", sample_count=9, gpus=[{}])
+    begun.gpus[0].name = "nodes/n/gpus/gpu-a"
+    now = monitor_api.Recording(sample_count=93)
+    now.MergeFrom(monitor_api.Recording(name=begun.name, state=begun.state, gpus=begun.gpus))
+    now.gpus[0].sample_count = 92
+    client = Mock(
+        recordings=Mock(GetRecording=AsyncMock(return_value=monitor_api.GetRecordingResponse(recording=now))),
+        history=Mock(QueryHistory=AsyncMock(return_value=monitor_api.QueryHistoryResponse())),
+    )
+    site = DashboardSite(Facts(recordings=[begun]), client, "", lambda: None, Mock())
+
+    async def shows(build: Callable[[DashboardSite], None], samples: int) -> None:
+        with opened(monkeypatch) as page:
+            build(site)
+            [table] = [one for one in page.elements.values() if isinstance(one, ui.table)]
+
+            def shown() -> bool:
+                site.facts.changed()
+                return any(row["samples"] == samples for row in table.rows)
+
+            await eventually(shown)
+
+    await shows(recordings.recordings_page, 93)
+    await shows(partial(recordings.recording_page, recording="r"), 92)
 
 
 async def test_an_order_of_replicas_is_what_the_field_shows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """Recordings; the page of one has a chart per reading, and mean, smallest and largest value per GPU."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from nicegui import ui
 
@@ -27,7 +27,34 @@ def recordings_page(site: DashboardSite) -> None:
     with page(site, "Recordings"):
         empty = "no recordings: gpuscalectl record -- COMMAND"
         table = ListTable(RECORDINGS.columns, key="name", links=("name",), empty=empty)
-    live(site.facts, lambda: table.show(RECORDINGS.rows(site.facts.recordings)))
+        note = ui.label().classes("gs-quiet")
+    running = _Running(site)
+
+    async def refresh() -> None:
+        with reading("the recordings", note):
+            await running.ask(site.facts.recordings)
+            note.text = ""
+
+    live(site.facts, lambda: table.show(RECORDINGS.rows(map(running.now, site.facts.recordings))))
+    ui.timer(REFRESH, refresh)
+
+
+class _Running:
+    """Recordings that run, as they are now: the watch tells of their start and end alone."""
+
+    def __init__(self, site: DashboardSite) -> None:
+        self._site = site
+        self._asked: dict[str, monitor_api.Recording] = {}
+
+    def now(self, one: monitor_api.Recording) -> monitor_api.Recording:
+        """A recording as it was when it was last asked for."""
+        return self._asked.get(one.name, one) if one.state == one.STATE_RUNNING else one
+
+    async def ask(self, every: Iterable[monitor_api.Recording]) -> None:
+        """Ask for those that run."""
+        for one in [one for one in every if one.state == one.STATE_RUNNING]:
+            request = monitor_api.GetRecordingRequest(name=one.name)
+            self._asked[one.name] = (await self._site.client.recordings.GetRecording(request)).recording
 
 
 REFRESH = 2.0
@@ -51,8 +78,10 @@ def recording_page(site: DashboardSite, recording: str) -> None:
         note = ui.label().classes("gs-quiet")
         table = ListTable(RECORDED_GPUS.columns, key="uuid", links=("gpu",), empty="no GPU was read")
 
+    asked = _Running(site)
+
     def found() -> monitor_api.Recording | None:
-        return next((one for one in site.facts.recordings if one.name == name), None)
+        return next((asked.now(one) for one in site.facts.recordings if one.name == name), None)
 
     def draw() -> None:
         one = found()
@@ -73,6 +102,7 @@ def recording_page(site: DashboardSite, recording: str) -> None:
         if one is None or not one.gpus:
             return
         with reading("the history", note):
+            await asked.ask([one])
             span = monitor_api.HistorySpan(start_time=one.start_time)
             if one.HasField("end_time"):
                 span.end_time.CopyFrom(one.end_time)
