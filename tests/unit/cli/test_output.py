@@ -281,6 +281,10 @@ def test_a_share_is_not_shown_as_a_whole_gpu(milli: int, shown: str) -> None:
     assert shown in Output().table([Reservation(gpus=gpus)], RESERVATIONS)[1]
 
 
+def test_of_a_reservation_that_waits_the_gpus_are_those_it_asks_for() -> None:
+    assert "0 of 3" in Output().table([Reservation(asked_gpu_count=3)], RESERVATIONS)[1]
+
+
 def test_a_wait_that_should_be_over_is_not_estimated() -> None:
     low, likely, high = (Duration(seconds=one) for one in (0, 9, 99))
     waits = QueuePlace(estimated_wait=likely, estimated_wait_low=low, estimated_wait_high=high)

@@ -158,7 +158,11 @@ RESERVATIONS = ResourceTable[allocator_api.Reservation](
     gpus=(
         "GPUs",
         lambda one: (
-            f"{sum(gpu.milli or 1000 for gpu in one.gpus) / 1000:g}" if one.gpus else humanize.UNKNOWN
+            f"{sum(gpu.milli or 1000 for gpu in one.gpus) / 1000:g}"
+            if one.gpus
+            else f"0 of {one.asked_gpu_count}"
+            if one.asked_gpu_count
+            else humanize.UNKNOWN
         ),
     ),
     where=("where", lambda one: places((node_of(gpu), gpu.index) for gpu in one.gpus)),

@@ -59,7 +59,9 @@ def _left(reservation: api.Reservation) -> str:
 
 
 def _held(reservation: api.Reservation) -> str:
-    """`2 x H100`, or `1 x 0.5 H100` of shares."""
+    """`2 x H100`, or `1 x 0.5 H100` of shares; `0 of 2` while it waits."""
+    if not reservation.gpus and reservation.asked_gpu_count:
+        return f"0 of {reservation.asked_gpu_count}"
     shares, counted = {gpu.milli or WHOLE for gpu in reservation.gpus}, counted_models(reservation.gpus)
     if shares <= {WHOLE}:
         return counted
