@@ -117,8 +117,10 @@ async def test_what_is_wrong_is_named(tmp_path: Path) -> None:
 
 async def test_who_is_no_admin_sees_its_own_in_any_year() -> None:
     used = [Used(owner, "", {}, "", "", Tally(granted=7), 1) for owner in ("ann", "ben")]
+    days: list[object] = []
 
-    async def query(*_: object) -> list[Used]:
+    async def query(*asked: object) -> list[Used]:
+        days[:] = asked
         return used
 
     servicer = UsageServicer(SimpleNamespace(clock=ManualClock(), query=query))  # type: ignore[arg-type]
@@ -129,6 +131,11 @@ async def test_who_is_no_admin_sees_its_own_in_any_year() -> None:
         answer = await servicer.QueryUsage(request, None)  # type: ignore[arg-type]
         assert [row.user for row in answer.rows] == seen
         assert answer.total.ended_count == len(seen)
+    of_days = api.QueryUsageRequest(
+        group_by=GroupBy.GROUP_BY_USER, since={"seconds": 86_400}, until={"seconds": 172_800}
+    )
+    await servicer.QueryUsage(of_days, None)  # type: ignore[arg-type]
+    assert days[:2] == [1, 3], "through the last day, also by its first moment"
 
 
 async def test_how_long_reservations_lasted_is_learned_and_outlasts_a_restart(tmp_path: Path) -> None:

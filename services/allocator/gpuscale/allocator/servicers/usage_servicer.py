@@ -52,7 +52,7 @@ class UsageServicer(api.UsageServiceServicer):
         to = int(until.timestamp() * 1000)
         since = int(asked.since.timestamp() * 1000) if asked.since else to - SPAN
         first = since // DAY  # in days of UTC since 1970
-        last = max(first + 1, -(-to // DAY))
+        last = to // DAY + 1
         caller, meets = current_principal(), compile_filter(request.filter, api.UsageRow)
         mine = caller.role < Role.ADMIN
         # Sets of labels may be many: they are read only when needed.
