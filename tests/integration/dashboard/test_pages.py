@@ -231,3 +231,5 @@ async def test_who_signed_in_sees_the_own_usage_until_the_end_of_a_day(
         until.value = "9999-12-31"
         await eventually(lambda: [row["whose"] for row in table.rows] == ["ann"])
         await eventually(lambda: query.call_args.args[0].until.ToJsonString() == "9999-12-31T23:59:59Z")
+        until.value = "2020-01-31"
+        await eventually(lambda: query.call_args.args[0].since.ToJsonString() == "2020-01-01T00:00:00Z")
