@@ -260,7 +260,19 @@ def _gpu(message: types_api.Gpu, fresh_until: float, fresh_for: float) -> Gpu:
         parent=message.parent_uuid,
         place=PciPlace(message.pci_path, message.numa_node if message.HasField("numa_node") else None),
         nvlinks={peer.uuid: peer.link_count for peer in message.nvlinks},
-        processes=tuple(_process(one) for one in reading.processes),
+        processes=tuple(
+            GpuProcess(
+                pid=one.pid,
+                memory_bytes=one.memory_used_bytes if one.HasField("memory_used_bytes") else None,
+                command=one.command,
+                reservation=ids["reservation"]
+                if (ids := names.match(names.RESERVATION, one.reservation))
+                else None,
+                unknown=one.holder_unknown,
+                start_ticks=one.start_ticks if one.HasField("start_ticks") else None,
+            )
+            for one in reading.processes
+        ),
         quarantine=quarantine,
         processes_known=all(one.field != "processes" for one in reading.absent_readings),
         power_watts=reading.power_watts if reading.HasField("power_watts") else None,
@@ -273,16 +285,4 @@ def _gpu(message: types_api.Gpu, fresh_until: float, fresh_for: float) -> Gpu:
             *(getattr(reading, name) if reading.HasField(name) else None for name in _ECC),
         ),
         read_at=fresh_until - fresh_for,
-    )
-
-
-def _process(message: types_api.GpuProcess) -> GpuProcess:
-    ids = names.match(names.RESERVATION, message.reservation)
-    return GpuProcess(
-        pid=message.pid,
-        memory_bytes=message.memory_used_bytes if message.HasField("memory_used_bytes") else None,
-        command=message.command,
-        reservation=None if ids is None else ids["reservation"],
-        unknown=message.holder_unknown,
-        start_ticks=message.start_ticks if message.HasField("start_ticks") else None,
     )
