@@ -10,6 +10,7 @@ import grpc
 import pytest
 
 from gpuscale.api.autoscaler import v1 as api
+from gpuscale.cli.views import autoscaler as autoscaler_view
 from gpuscale.common.wire import enum_word, to_duration
 from tests.support.autoscaler_app import TIMEOUT, Autoscaler, endpoint, reason, running
 from tests.support.fake_adapter import FakeAdapter
@@ -170,7 +171,18 @@ async def test_sets_and_what_was_reported_outlive_a_restart_and_a_set_that_is_go
             await one.create(two_sets())
             await report(one, cpu(10), gpu(40))
             await settled(one, cpu=2, gpu=2)
-            before = sorted((each.name, str(each.workers)) for each in await one.replicas())
+            shown, rows = await one.get(), await one.replicas()
+            assert autoscaler_view.endpoint_lines(shown)[2] == (
+                "  gpu: 2 desired, 2 granted, 2 ready with 8 workers; each gpu=1"
+            )
+            sets, able = autoscaler_view.ENDPOINTS.column("sets"), autoscaler_view.REPLICAS.column("can")
+            assert sets is not None
+            assert able is not None
+            assert sets.cell(shown) == "cpu 2/2, gpu 2/2"
+            assert sorted(map(able.cell, rows)) == ["1 x cpu=1"] * 2 + ["4 x gpu=1"] * 2
+            why = [line for taken in await one.history() for line in autoscaler_view.step_lines(taken)]
+            assert any("40 that need gpu=1" in line for line in why)
+            before = sorted((each.name, str(each.workers)) for each in rows)
         async with running(tmp_path, address) as one:
             found = [(each.id, each.desired_replicas) for each in (await one.status()).capability_sets]
             assert found == [("cpu", 2), ("gpu", 2)]

@@ -190,3 +190,21 @@ async def test_policies_share_gpus_and_have_traces_of_their_own(asked: Asking, t
         run_cli, "--address", asked.autoscaler.address, "backtest", "--preset", "hpa", "--history", "nobody"
     )
     assert "endpoints/nobody" in history.err
+
+
+async def test_a_preset_makes_capability_sets_and_a_person_scales_one(asked: Asking, tmp_path: Path) -> None:
+    await ctl(asked, "apply", "-f", str(Path(__file__).parents[3] / "examples" / "capabilities.yaml"))
+    preset = ("preset", "show", "scaling=capability", "--template", "w", "--min", "0", "--name", "made")
+    sets = ("--capability-set", "cpu:cpu=1", "--capability-set", "big:gpu=2,high_memory", "-o", "json")
+    (manifest := tmp_path / "made.json").write_text(await ctl(asked, *preset, *sets))
+    made = json.loads(manifest.read_text())["spec"]["capabilitySets"]
+    amounts = [{"cpu": "1"}, {"gpu": "2", "high_memory": "-1"}]
+    assert [(one["id"], one["capabilities"]) for one in made] == [*zip(("cpu", "big"), amounts, strict=True)]
+    assert [one["template"].get("gpuCount", 0) for one in made] == [0, 2]
+    await ctl(asked, "apply", "-f", str(manifest))
+    scale = ("scale", "endpoint", "made", "--replicas", "1")
+    with pytest.raises(AssertionError, match="capability"):
+        await ctl(asked, *scale)
+    await ctl(asked, *scale, "--capability-set", "big")
+    with pytest.raises(AssertionError, match="write it like big:gpu=2,high_memory"):
+        await ctl(asked, "preset", "show", "scaling=capability", "--capability-set", "gpu=2")
