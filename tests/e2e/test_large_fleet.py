@@ -43,7 +43,7 @@ NODES = 125
 PERIOD = 10.0
 """Seconds between two reports of a node: a dozen report in each second, one after the other."""
 SPEC = {"min_replicas": 2, "max_replicas": 4, "template": autoscaler_api.ReplicaTemplate(template="sleep")}
-HISTORY, HISTORY_STEP = 3600, 30
+HISTORY, HISTORY_STEP = 3600, 150
 """Seconds of history that there are before the first report, and from one sample of it to the next."""
 PAGES = {
     "/": "1-50 of 1000",
