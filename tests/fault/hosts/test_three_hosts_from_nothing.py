@@ -195,7 +195,7 @@ spec:
         self.send(50)  # the first ones last for a quick machine
         before = len(self.done())
         eventually_sync(
-            lambda: [one for one in self.done()[before:] if one[0].startswith(gpus)], timeout=60, interval=0.2
+            lambda: [one for one in self.done()[before:] if one[0].startswith(gpus)], timeout=60, interval=0.5
         )
         return self.done()[-1]
 
@@ -224,7 +224,7 @@ def _year(site: Site, database: PostgresServer) -> None:
     _revoke(site)
     _restore(site, messages, database)
     site.must("ann", "delete", "endpoint", "jobs", "--yes")
-    eventually_sync(lambda: site.must("ann", "get", "replicas", "-o", "name") == "", timeout=60, interval=0.2)
+    eventually_sync(lambda: site.must("ann", "get", "replicas", "-o", "name") == "", timeout=60, interval=0.5)
     assert len(messages.done()) == len([*(messages.place / "taken").iterdir()])  # none was left half done
     assert not site.said("left", "no agent admits") + site.said("right", "no agent admits")
 
@@ -243,9 +243,9 @@ def _add(site: Site, messages: Messages) -> None:
             settings.write(messages.template)
     os.kill(site.programs("left")["gpuscale-adapter"], signal.SIGTERM)
     site.starts("right", *line[:2], *line[4:], "--run")
-    eventually_sync(partial(site.said, "right", "right is ONLINE"), timeout=60, interval=0.2)
+    eventually_sync(partial(site.said, "right", "right is ONLINE"), timeout=60, interval=0.5)
     eventually_sync(
-        lambda: site.must("ann", "get", "adapters").count("CONNECTED") == 2, timeout=60, interval=0.2
+        lambda: site.must("ann", "get", "adapters").count("CONNECTED") == 2, timeout=60, interval=0.5
     )
     (manifest := site.hosts.folder / "jobs.yaml").write_text(messages.endpoint)
     site.must("ann", "apply", "-f", str(manifest))
@@ -267,21 +267,21 @@ def _upgrade(site: Site, held: str) -> None:
 
         eventually_sync(restarted, timeout=60, interval=0.1)
         listed = partial(site.types, "ann", "get", "reservations", "-o", "name")
-        eventually_sync(lambda ask=listed: held in ask().out, timeout=60, interval=0.2)
+        eventually_sync(lambda ask=listed: held in ask().out, timeout=60, interval=0.5)
     eventually_sync(
-        lambda: site.types("ann", "get", "nodes").out.count("ONLINE") == 2, timeout=60, interval=0.2
+        lambda: site.types("ann", "get", "nodes").out.count("ONLINE") == 2, timeout=60, interval=0.5
     )
 
 
 def _lose(site: Site, held: str) -> None:
     """The processes that lead: the others do, and the lease is there still."""
-    eventually_sync(lambda: site.types("ann", "renew", held).code == 0, timeout=60, interval=0.2)
+    eventually_sync(lambda: site.types("ann", "renew", held).code == 0, timeout=60, interval=0.5)
     told = json.loads(site.must("admin", "version", "-o", "json"))["versions"]
     leading = {one["name"]: re.findall(r"process that leads, (\w+):", one["program"]) for one in told}
     for name in ("allocator", "autoscaler"):
         [host] = leading[name]
         os.kill(site.programs(host)[f"gpuscale-{name}"], signal.SIGKILL)
-    eventually_sync(lambda: site.types("ann", "renew", held).code == 0, timeout=60, interval=0.2)
+    eventually_sync(lambda: site.types("ann", "renew", held).code == 0, timeout=60, interval=0.5)
 
 
 def _drain(site: Site, messages: Messages, worker: tuple[str, str]) -> None:
@@ -307,7 +307,7 @@ def _edge(site: Site) -> tuple[str, ...]:
     line = _join_line(site, "--kind", "gateway", "--node", "edge")
     where = ("--node", "edge", "--host", "right", "--dir", "/etc/gpuscale-edge")
     site.starts("right", *line, "--role", "gateway", *where, "--run", place="edge")
-    eventually_sync(partial(site.said, "edge", "edge serves as gateway"), timeout=60, interval=0.2)
+    eventually_sync(partial(site.said, "edge", "edge serves as gateway"), timeout=60, interval=0.5)
     assert site.programs("edge").keys() == {"gpuscale-gateway"}
     reached = site.at("bob", "right:7070")
     assert "left" in site.must("bob", *reached, "get", "nodes")
@@ -321,7 +321,7 @@ def _revoke(site: Site) -> None:
     began = time.monotonic()
     for where in (edge, site.at("bob", "second:7070")):
         asked = partial(site.types, "bob", *where, "get", "nodes")
-        eventually_sync(lambda ask=asked: "was revoked" in ask().err, timeout=60, interval=0.2)
+        eventually_sync(lambda ask=asked: "was revoked" in ask().err, timeout=60, interval=0.5)
     assert time.monotonic() - began < 60
     for host, kept in (("second", "var/lib/gpuscale/host"), ("right", "etc/gpuscale-edge/state/host")):
         own = site.hosts.root(host) / kept / "tokens.toml"
@@ -351,9 +351,9 @@ def _restore(site: Site, messages: Messages, database: PostgresServer) -> None:
     for host in settings:
         site.starts(host, *site.ran[host])
     eventually_sync(
-        lambda: site.types("ann", "get", "reservations").out.count("jobs") == 1, timeout=60, interval=0.2
+        lambda: site.types("ann", "get", "reservations").out.count("jobs") == 1, timeout=60, interval=0.5
     )
     ask = ("reserve", "--gpus", "1", "--max-utilization", "100", "-o", "jsonpath={.fence}")
-    fence = eventually_sync(lambda: site.types("ann", *ask).out, timeout=60, interval=0.2)
+    fence = eventually_sync(lambda: site.types("ann", *ask).out, timeout=60, interval=0.5)
     assert int(fence) > 1000000
     assert messages.next_by("GPU-") == worker
