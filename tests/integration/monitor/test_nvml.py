@@ -323,7 +323,7 @@ def test_mig_instances_stand_behind_their_gpu_which_is_marked(rig: Rig) -> None:
     whole, first, second, other = gpus
     assert (whole.divided, other.divided) == (True, False)
     assert [one.parent_uuid for one in gpus] == ["", whole.uuid, whole.uuid, ""]
-    assert (first.uuid, first.mig_profile, first.index) == ("MIG-3", "1g.10gb", 0)
+    assert (first.uuid, first.mig_profile, first.index, first.gpu_instance_id) == ("MIG-3", "1g.10gb", 0, 3)
     assert second.pci_bus_id == whole.pci_bus_id
 
 
