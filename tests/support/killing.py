@@ -46,7 +46,7 @@ class Watcher:
         self._thread.join()
 
     def _watch(self) -> None:
-        while not self._done.wait(0.3):
+        while not self._done.wait(1.0):
             ran = self._lab.ctl("get", "jobs", "-a", "-o", "json")
             if ran.code == 0:
                 self._compare(json.loads(ran.out)["jobs"])

@@ -86,11 +86,14 @@ def eventually_sync(
 ) -> T:
     """`eventually` for code without an event loop; the clock is the monotonic one.
 
+    A check that takes long, such as a command, takes a third of the time at most: others need the CPU for what is waited for.
+
     Raises:
         AssertionError: the deadline passed; the text holds the last value or exception.
     """
     deadline = time.monotonic() + timeout
     while True:
+        began = time.monotonic()
         try:
             value = check()
             if value:
@@ -98,9 +101,10 @@ def eventually_sync(
             last = f"last value {value!r}"
         except retry_on as error:
             last = f"last exception {error!r}"
-        if time.monotonic() + interval > deadline:
+        pause = max(interval, min(1.0, 2 * (time.monotonic() - began)))
+        if time.monotonic() + pause > deadline:
             _give_up(timeout, last)
-        time.sleep(interval)
+        time.sleep(pause)
 
 
 def _give_up(timeout: float, last: str) -> NoReturn:
