@@ -155,7 +155,6 @@ def _stepped(work: Coroutine[Any, Any, Any], at: int, reached: list[int]) -> Gen
 
 @asynccontextmanager
 async def opened(opening: Opened) -> AsyncGenerator[Room]:
-    """A room that runs."""
     async with opening as registrations:
         yield Room(registrations)
 

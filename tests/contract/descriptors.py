@@ -35,8 +35,6 @@ MAPS = {"gpuscale.api.keda.v1.ScaledObjectRef.scalerMetadata": {"endpoint": "no-
 
 @dataclass(frozen=True)
 class Rpc:
-    """One method of the contract."""
-
     path: str
     method: descriptor.MethodDescriptor
     documented: frozenset[str]  # statuses that its comment names

@@ -39,7 +39,6 @@ class Row(NamedTuple):
 
 
 def reserve(number: int, what: str, error: type[errors.GpuscaleError], says: str, **fields: object) -> Row:
-    """A case of Reserve."""
     return Row(number, what, lambda client, _: client.reserve(**fields), error, says)
 
 
@@ -51,7 +50,6 @@ def bad(number: int, field: str, **fields: object) -> Row:
 
 
 async def empty_ask(client: Client, _: Reservation) -> object:
-    """Reserve without saying what."""
     with rpc_errors():
         return await client.stub.Reserve(api.ReserveRequest(request_id=USED, holder="me"), timeout=60)
 
@@ -163,7 +161,6 @@ async def place(tmp_path: Path) -> AsyncIterator[Site]:
 
 
 async def drained(address: str, name: str) -> api.DrainNodeResponse:
-    """Drain a node."""
     async with open_channel(address) as channel:
         with rpc_errors():
             return await api.NodeServiceStub(channel).DrainNode(api.DrainNodeRequest(name=name), timeout=60)

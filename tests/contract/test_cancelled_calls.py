@@ -368,7 +368,6 @@ CASES = {
 
 
 async def lists(room: Room) -> list[Any]:
-    """What a room has on disk, list by list."""
     found: list[Any] = []
     for path in (f"/gpuscale.api.{one}" for one in LISTS):
         if path in room.handlers:

@@ -74,7 +74,6 @@ def call(
 
 
 def violated_fields(error: grpc.RpcError) -> list[str]:
-    """Field paths of the BadRequest detail."""
     status = rpc_status.from_call(error)
     assert status is not None, "an error without google.rpc.Status"
     bad = error_details_pb2.BadRequest()

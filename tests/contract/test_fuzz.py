@@ -100,7 +100,6 @@ class World:
         self.hours = 0
 
     def send(self, method: str, body: Mapping[str, Any] | Message, timeout: float = 60) -> Any:
-        """Call a method and return its (first) answer."""
         rpc = RPCS[method]
         message = body if isinstance(body, Message) else ParseDict(dict(body), rpc.request_class())
         raw, read = message.SerializeToString(), GetMessageClass(rpc.method.output_type).FromString
@@ -125,7 +124,6 @@ class World:
         return "OK"
 
     def reserve(self) -> Any:
-        """Hold a part of a GPU."""
         self.request_ids.append(str(uuid.uuid4()))
         body = {
             "requestId": self.request_ids[-1],
@@ -139,7 +137,6 @@ class World:
         return made
 
     def endpoint(self) -> str:
-        """Make an endpoint."""
         name = f"endpoints/e-{uuid.uuid4().hex[:8]}"
         self.send(
             "CreateEndpoint", {"endpoint": {"name": name, "spec": spec()}, "requestId": str(uuid.uuid4())}
@@ -148,7 +145,6 @@ class World:
         return self._made("endpoints/{endpoint}", name)
 
     def recording(self) -> str:
-        """Begin a recording."""
         body = {"names": self.names["nodes/{node}/gpus/{gpu}"][:1], "requestId": str(uuid.uuid4())}
         name: str = self.send("StartRecording", body).recording.name
         return self._made("recordings/{recording}", name)
@@ -179,23 +175,19 @@ class World:
         return self._made("bookings/{booking}", self.send("CreateBooking", body).booking.name)
 
     def policy(self) -> str:
-        """Make a use policy."""
         body = {"usePolicy": policy(f"policies/{uuid.uuid4()}"), "requestId": str(uuid.uuid4())}
         return self._made("policies/{policy}", self.send("CreateUsePolicy", body).use_policy.name)
 
     def budget(self) -> str:
-        """Make a power budget."""
         body = {"powerBudget": budget(f"budgets/{uuid.uuid4()}"), "requestId": str(uuid.uuid4())}
         return self._made("budgets/{budget}", self.send("CreatePowerBudget", body).power_budget.name)
 
     def target(self) -> str:
-        """Make a notification target."""
         body = {"notificationTarget": target(f"targets/{uuid.uuid4()}"), "requestId": str(uuid.uuid4())}
         made = self.send("CreateNotificationTarget", body)
         return self._made("targets/{target}", made.notification_target.name)
 
     def quota(self) -> str:
-        """Set a quota."""
         self.send("SetQuota", {"quota": {"tenant": "t", "weight": 2}})
         return "t"
 
@@ -204,7 +196,6 @@ class World:
         return name
 
     def look(self) -> None:
-        """Take in the nodes and GPUs."""
         nodes = self.send("ListNodes", {}).nodes
         self.names["nodes/{node}"] = [node.name for node in nodes]
         self.names["nodes/{node}/gpus/{gpu}"] = [gpu.name for node in nodes for gpu in node.snapshot.gpus]
@@ -371,7 +362,6 @@ def drawn(kind: type[Message], world: World, dice: random.Random, depth: int = 0
 
 
 def put(message: Any, field: FieldDescriptor, world: World, dice: random.Random, depth: int = 0) -> None:
-    """Draw one field of a message."""
     entry = field.message_type
     if entry is not None and entry.GetOptions().map_entry:
         if entry.fields_by_name["value"].message_type is None:

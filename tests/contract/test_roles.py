@@ -48,7 +48,6 @@ async def empty(request: Any, context: Any) -> bytes:
 
 
 async def status(channel: grpc.aio.Channel, rpc: Rpc, metadata: Any) -> grpc.StatusCode:
-    """How a call ends."""
     call: Any
     if rpc.client_streaming:
         call = channel.stream_stream(rpc.path)(timeout=60, metadata=metadata)

@@ -116,8 +116,6 @@ class Host:
 
 
 class Maker:
-    """Makes one host."""
-
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self._pid = 100
@@ -294,7 +292,6 @@ def reservation(number: int) -> str:
 
 
 def listed(processes: dict[int, Process]) -> list[tuple[int, int | None]]:
-    """What the driver says."""
     return [(one.pid, one.used) for one in processes.values() if one.on_gpu]
 
 

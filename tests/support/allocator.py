@@ -86,19 +86,16 @@ class Client:
             return (await self.stub.ReleaseReservation(request, timeout=self.timeout)).reservation
 
     async def get(self, name: str) -> Reservation:
-        """Look one up."""
         request = allocator_api.GetReservationRequest(name=name)
         with rpc_errors():
             return (await self.stub.GetReservation(request, timeout=self.timeout)).reservation
 
     async def page(self, **fields: object) -> allocator_api.ListReservationsResponse:
-        """One page."""
         request = allocator_api.ListReservationsRequest(**fields)
         with rpc_errors():
             return await self.stub.ListReservations(request, timeout=self.timeout)
 
     async def live(self) -> list[Reservation]:
-        """Everything that is held."""
         found, token = [], ""
         while True:
             page = await self.page(page_token=token)
@@ -134,7 +131,6 @@ class Client:
 
 @asynccontextmanager
 async def calling(address: str, *, timeout: float = 10.0) -> AsyncGenerator[Client]:
-    """A client of the allocator at the address."""
     async with open_channel(address) as channel:
         yield Client(allocator_api.AllocatorServiceStub(channel), timeout)
 
@@ -148,7 +144,6 @@ async def allocator(
     authenticator: Authenticator | None = None,
     **settings: object,
 ) -> AsyncGenerator[str]:
-    """Run an allocator and yield its address."""
     chosen = AllocatorSettings.model_validate(
         {"data_dir": data_dir, "fleet_address": fleet_address, "listen": "127.0.0.1:0"} | settings
     )

@@ -64,7 +64,6 @@ class AllocatorProcess:
         return self._process is None or self._process.poll() is None
 
     def go(self) -> None:
-        """Let it begin to serve."""
         environment = {key: value for key, value in os.environ.items() if not key.startswith("GPUSCALE")}
         environment["GPUSCALE_FAILPOINTS"] = self._failpoints
         self._process = Forked("tests.support.allocator_process", self._arguments, environment, self._log)
@@ -145,7 +144,6 @@ class Site:
         return self.launcher.prepare(self.arguments, failpoints)
 
     async def start(self, failpoints: str = "") -> AllocatorProcess:
-        """A process that serves."""
         process = self.prepare(failpoints)
         await self.go(process)
         return process

@@ -41,7 +41,6 @@ def gpu(
 def node(
     name: str = "n0", *gpus: Gpu, rank: int = 0, state: NodeState = NodeState.ONLINE, reported: bool = True
 ) -> Node:
-    """A node with these GPUs."""
     return Node(name, rank, state, gpus, reported)
 
 

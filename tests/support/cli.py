@@ -34,8 +34,6 @@ def leaves(
 
 @dataclass(frozen=True)
 class Ran:
-    """What a run left behind."""
-
     code: int
     out: str
     err: str

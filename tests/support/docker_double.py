@@ -12,8 +12,6 @@ from aiohttp import web
 
 @dataclass
 class Container:
-    """One container of the double."""
-
     id: str
     name: str
     config: dict[str, object]
@@ -63,22 +61,18 @@ class DockerDouble:
     _listeners: set[asyncio.Queue[bytes]] = field(default_factory=set)
 
     def add(self, name: str, config: dict[str, object], state: str = "running") -> Container:
-        """A container that is there."""
         one = Container(f"id{len(self.containers)}-{name}", name, config, state)
         self.containers[one.id] = one
         return one
 
     def named(self, name: str) -> Container | None:
-        """The container of this name or id."""
         return next((one for one in self.containers.values() if name in {one.id, one.name}), None)
 
     def change(self, one: Container, state: str, exit_code: int = 0, health: str = "") -> None:
-        """Something happened to a container."""
         one.state, one.exit_code, one.health = state, exit_code, health
         self.happened()
 
     def happened(self) -> None:
-        """Tell of an event."""
         for queue in self._listeners:
             queue.put_nowait(b'{"Type":"container","Action":"die","time":1}\n')
 

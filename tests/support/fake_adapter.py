@@ -71,7 +71,6 @@ class FakeAdapter:
 
     @property
     def alive(self) -> list[str]:
-        """Names of the replicas that run."""
         return [name for name, state in self.states.items() if state in ALIVE]
 
     def set(self, name: str, state: State.ValueType) -> None:

@@ -55,7 +55,6 @@ class FakeAllocator(api.AllocatorServiceServicer):
         return [gpu.uuid for one in self.reservations.values() if one.state == ACTIVE for gpu in one.gpus]
 
     def expire(self, name: str) -> None:
-        """Let a lease run out."""
         self.reservations[name].state = api.Reservation.STATE_EXPIRED
 
     def drain(self, node: str, grace: float, why: str = "nodes/n is drained: fan") -> None:
@@ -71,7 +70,6 @@ class FakeAllocator(api.AllocatorServiceServicer):
         self._tell()
 
     def undrain(self, node: str) -> None:
-        """Lift a drain."""
         self.drained.pop(node, None)
         self._tell()
 

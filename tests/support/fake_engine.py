@@ -43,7 +43,6 @@ class FakeEngine:
         self.changed.set()
 
     async def observe(self) -> Mapping[str, engine.Sighting]:
-        """As `Engine.observe`."""
         self._answer()
         return {name: one for name, one in self.has.items() if name not in self.hidden}
 
@@ -73,7 +72,6 @@ class FakeEngine:
         return refused
 
     async def watch(self) -> None:
-        """As `Engine.watch`."""
         self._answer()
         try:
             async with asyncio.timeout(1.0):

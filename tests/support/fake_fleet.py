@@ -80,7 +80,6 @@ class FakeFleet(monitor_api.FleetServiceServicer):
 
     @property
     def watchers(self) -> int:
-        """How many watch at the moment."""
         return len(self._subscribers)
 
     def fall_silent(self) -> None:
@@ -88,11 +87,9 @@ class FakeFleet(monitor_api.FleetServiceServicer):
         self._speaks.clear()
 
     def speak(self) -> None:
-        """End the silence."""
         self._speaks.set()
 
     def put(self, *nodes: monitor_api.Node) -> None:
-        """Change or add nodes."""
         self._nodes.update((node.name, node) for node in nodes)
         for subscriber in self._subscribers:
             subscriber.put_nowait(monitor_api.WatchNodesResponse(nodes=nodes))
@@ -140,7 +137,6 @@ class FakeFleet(monitor_api.FleetServiceServicer):
 
 @asynccontextmanager
 async def serving(fleet: FakeFleet, address: str = "127.0.0.1:0") -> AsyncGenerator[str]:
-    """Serve the fleet and yield its address."""
     server = grpc.aio.server(options=list(SERVER_ARGUMENTS))
     monitor_api.add_FleetServiceServicer_to_server(fleet, server)
     port = server.add_insecure_port(address)

@@ -71,7 +71,6 @@ class Forked:
         return code
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send it a signal, if it still runs."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
@@ -79,7 +78,6 @@ class Forked:
 def _be(
     module: str, arguments: list[str], environment: dict[str, str], files: list[Path | Connection]
 ) -> None:
-    """Be the program, in the new process."""
     os.environ.clear()
     os.environ.update(environment)
     for descriptor, file in enumerate(files, 1):

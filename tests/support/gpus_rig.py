@@ -26,8 +26,6 @@ class Clock(SystemClock):
 
 
 class Rig:
-    """Gpus over a fake source."""
-
     def __init__(self, source: FakeGpus) -> None:
         self.source = source
         self.clock = Clock()

@@ -108,8 +108,6 @@ class GuardedFolder:
 
 
 class PrivateServer(ABC):
-    """A server of a test's own, as a context manager."""
-
     @abstractmethod
     def start(self) -> None:
         """Start it, and wait until it answers."""

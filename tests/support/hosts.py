@@ -108,7 +108,6 @@ class Running:
             )
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
-        """Send it a signal, if it still runs."""
         child = eventually_sync(lambda: children(self.process.pid) or self.process.poll() is not None)
         if child is not True:
             os.kill(child[0], number)
@@ -204,7 +203,6 @@ class Hosts:
         environment: Mapping[str, str] | None = None,
         stdin: str = "",
     ) -> Ran:
-        """Run a program on a host until it ends."""
         ran = subprocess.run(
             [*self._inside(name, user), *command],
             check=False,
@@ -321,7 +319,6 @@ class Hosts:
 
 
 def children(pid: int) -> list[int]:
-    """The children of a process."""
     try:
         return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
     except FileNotFoundError:

@@ -51,12 +51,10 @@ class Lab:
         return self.must("--address", "alpha:7070", *files, *words, user="root", host="alpha")
 
     def job(self, name: str) -> dict[str, Any]:
-        """A job, as `get job` shows it."""
         found: dict[str, Any] = json.loads(self.must("get", "job", name, "-o", "json"))["job"]
         return found
 
     def held(self) -> list[dict[str, Any]]:
-        """The reservations that live."""
         found: list[dict[str, Any]] = json.loads(self.must("get", "reservations", "-o", "json"))[
             "reservations"
         ]
@@ -76,7 +74,6 @@ class Lab:
         self.hosts.run(host, "pkill", "-9", "-f", pattern)
 
     def said(self, host: str) -> str:
-        """What the programs on a host wrote."""
         return (self.hosts.folder / f"{host}.log").read_text()
 
     def set_up(self) -> None:

@@ -34,8 +34,6 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """How fast a server is, and what it has room for."""
-
     step_base: float = 0.012
     step_each: float = 0.0011
     prefill_token: float = 0.00006
@@ -149,7 +147,6 @@ class LlmServer:
         )
 
     def page(self) -> str:
-        """Its /metrics."""
         found = self.reading()
         labels = 'engine="0",model_name="m"'
         levels = {

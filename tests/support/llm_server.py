@@ -16,7 +16,6 @@ PROMPT, ANSWER = 100, 50
 
 
 def main(port: int, cold_start: float, step_each: float) -> None:
-    """Serve for ever."""
     time.sleep(cold_start)
     server, lock = LlmServer(Speed(step_each=step_each), time.monotonic()), Lock()
 

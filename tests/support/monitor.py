@@ -106,8 +106,6 @@ class FakeGpus:
 
 
 class FakeHost:
-    """A host with one reading."""
-
     def identity(self) -> readings.HostIdentity:
         return readings.HostIdentity("fake", "Fake OS", "boot")
 
@@ -143,8 +141,6 @@ async def serve(
 
 @dataclass
 class RunningFleet:
-    """A fleet that serves, and a stub to it."""
-
     address: str
     stub: "FleetServiceAsyncStub"
     telemetry: "TelemetryServiceAsyncStub"
@@ -159,7 +155,6 @@ class RunningFleet:
         return cls(address, stub, telemetry)
 
     async def node(self, node: str) -> monitor_api.Node:
-        """One node, as the fleet tells it now."""
         request = monitor_api.GetNodeRequest(name=f"nodes/{node}")
         return (await self.stub.GetNode(request, timeout=30)).node
 

@@ -41,7 +41,6 @@ def snapshot_read(at: float, **more: Any) -> readings.Snapshot:
 
 
 def epoch_id(number: int) -> str:
-    """The id of an agent's run."""
     return str(uuid5(NAMESPACE_OID, f"epoch {number}"))
 
 
@@ -94,7 +93,6 @@ def hello(node: str = "alpha", *, epoch: int = 1) -> monitor_internal.Hello:
 def telemetry(
     message: monitor_internal.Hello | types_api.Snapshot,
 ) -> monitor_internal.StreamTelemetryRequest:
-    """A message of an agent's stream."""
     if isinstance(message, monitor_internal.Hello):
         return monitor_internal.StreamTelemetryRequest(hello=message)
     return monitor_internal.StreamTelemetryRequest(snapshot=message)

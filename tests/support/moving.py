@@ -77,7 +77,6 @@ class Journey:
         await eventually(so, timeout=LONG)
 
     async def replicas(self) -> Sequence[api.Replica]:
-        """Those that have not ended."""
         request = api.ListReplicasRequest(parent=ENDPOINT, page_size=1000)
         return (await self._endpoints.ListReplicas(request, timeout=LONG)).replicas
 

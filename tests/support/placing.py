@@ -54,7 +54,6 @@ def held_whole(nodes: Iterable[Node], uuids: Container[str]) -> Use:
 
 
 def placer(nodes: Iterable[Node], use: Use | None = None, cordons: frozenset[str] = NOTHING) -> Placer:
-    """A placer that knows these nodes."""
     built = Placer(Use() if use is None else use)
     built.set_cordons(cordons)
     for node in nodes:

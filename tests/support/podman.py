@@ -138,7 +138,6 @@ class Podman(PrivateServer):
         return self
 
     def _import(self) -> None:
-        """Make the image of the static busybox."""
         busybox = shutil.which("busybox")
         assert busybox is not None
         with tempfile.NamedTemporaryFile(suffix=".tar") as file:

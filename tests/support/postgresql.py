@@ -56,11 +56,9 @@ class PostgresServer(PrivateServer):
         self._server: GuardedProcess | None = None
 
     def url(self, database: str = "postgres", *, password: str = PASSWORD) -> SecretUrl:
-        """The URL of a database."""
         return SecretUrl(f"postgresql://{USER}:{password}@127.0.0.1:{self.port}/{database}")
 
     def database(self, *, encoding: str = "UTF8") -> SecretUrl:
-        """A new database, and its URL."""
         name = f"test_{next(self._numbers)}"
         locale = "C" if encoding == "SQL_ASCII" else "C.UTF-8"
         self.run(f"CREATE DATABASE {name} TEMPLATE template0 ENCODING '{encoding}' LOCALE '{locale}'")
@@ -105,7 +103,6 @@ class PostgresServer(PrivateServer):
             self._server = None
 
     def close(self) -> None:
-        """End it and remove every file."""
         if self._server is not None:
             self._server.end(signal.SIGKILL, STOP_TIMEOUT_S)
             self._server = None

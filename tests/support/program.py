@@ -35,7 +35,6 @@ class Program:
         self._process: Forked | None = None
 
     async def start(self, failpoints: str = "") -> None:
-        """Begin a life."""
         module, *arguments = self._words
         environment = {**self._environment, FAILPOINTS: failpoints}
         self._process = await asyncio.to_thread(Forked, module, arguments, environment)
@@ -51,7 +50,6 @@ class Program:
             await self.ended()
 
     def terminate(self) -> None:
-        """SIGTERM."""
         self._process.send_signal(signal.SIGTERM)
 
     async def __aenter__(self) -> Self:

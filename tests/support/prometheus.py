@@ -34,7 +34,6 @@ class FakePrometheus:
         self.requests: list[tuple[str, dict[str, list[str]]]] = []
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer one request of a connection."""
         try:
             head = (await reader.readuntil(b"\r\n\r\n")).decode()
             length = next(

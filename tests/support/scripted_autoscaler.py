@@ -105,7 +105,6 @@ class ScriptedAutoscaler(autoscaler_internal.AdapterStreamServiceServicer):
             self.changed.notify_all()
 
     async def drop(self) -> None:
-        """End every stream."""
         async with self.changed:
             self.dropped += 1
             self.changed.notify_all()
@@ -175,7 +174,6 @@ def settings(folder: Path, **fields: object) -> ProcessSettings:
 
 @asynccontextmanager
 async def adapter(folder: Path, address: str, **fields: object) -> AsyncIterator[None]:
-    """The adapter, in this process."""
     async with (
         open_channel(address) as channel,
         open_adapter(settings(folder, **fields), autoscaler=channel, clock=SystemClock()),

@@ -70,7 +70,6 @@ class Shell:
         return Ran(*json.loads(answer))
 
     def close(self) -> None:
-        """End it."""
         self._process.communicate()
 
 
@@ -95,7 +94,6 @@ def main() -> None:
 
 
 def _be(words: list[str], files: list[IO[bytes]], environment: dict[str, str] | None) -> None:
-    """Be the command, and end."""
     code: object = 1
     try:
         if environment is not None:

@@ -73,7 +73,6 @@ class Pair:
             one.told = {} if member is None else {"leader": member.address}
 
     async def stop(self, member: Member) -> None:
-        """End its server."""
         await self.stack[member.name].aclose()
 
 

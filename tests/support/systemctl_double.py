@@ -59,5 +59,4 @@ class SystemctlDouble:
         return [line for line in lines if not re.search("is-system-running| show ", line)]
 
     def pid(self, name: str) -> int:
-        """The process of a unit."""
         return int((self.folder / f"{name}.pid").read_text())

@@ -100,7 +100,6 @@ class Served:
         )
 
     async def release(self, **call: Any) -> Any:
-        """One ReleaseReservation call."""
         request = allocator_api.ReleaseReservationRequest(name="reservations/r", fence=1)
         return await self.allocator.ReleaseReservation(request, **{"timeout": 10.0, **call})
 

@@ -134,7 +134,6 @@ class Typed:
             one.close()
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send it a signal, if it still runs."""
         self._process.send_signal(number)
 
     def poll(self) -> int | None:
@@ -142,7 +141,6 @@ class Typed:
         return self._process.poll()
 
     def wait(self, timeout: float = 60.0) -> int:
-        """Wait for its end; its exit code."""
         return self._process.wait(timeout)
 
     def ended(self) -> Ran:

@@ -19,7 +19,6 @@ class Hook:
 
     @property
     def events(self) -> list[Any]:
-        """The bodies, read."""
         return [json.loads(one) for one in self.bodies]
 
     def texts(self, event: str) -> list[str]:
@@ -27,7 +26,6 @@ class Hook:
         return list({one["id"]: one["text"] for one in self.events if one["event"] == event}.values())
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Take one request."""
         head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
         headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in head[1:])}
         self.bodies.append(await reader.readexactly(int(headers["content-length"])))

@@ -32,7 +32,6 @@ UUIDS = ("GPU-0000000a-0000-0000-0000-000000000000", "GPU-0000000b-0000-0000-000
 
 
 def gpu(index: int, **reading: Any) -> types_api.Gpu:
-    """One of the two GPUs."""
     return types_api.Gpu(
         name=f"nodes/host-1/gpus/{UUIDS[index].lower()}",
         uuid=UUIDS[index],

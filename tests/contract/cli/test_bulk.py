@@ -51,7 +51,6 @@ def world(world: canned.World) -> canned.World:
 
 
 def changes(world: canned.World) -> list[Any]:
-    """The requests that change something."""
     return [
         one
         for one in world.requests

@@ -181,7 +181,6 @@ Nodes, nearest first (1 of 1):
 
 
 def input_of(command: Sequence[str]) -> str:
-    """What a command is given on its standard input."""
     return TRACE if "--trace" in command else MANIFEST
 
 

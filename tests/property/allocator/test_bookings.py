@@ -30,8 +30,6 @@ OFFSETS = st.sampled_from([0.0, 900.0, 3600.0, 5 * 3600.0])
 
 
 class Disk(dict[str, Booking]):
-    """Keeps bookings."""
-
     async def save(self, one: Booking) -> None:
         self[one.id] = one
 

@@ -122,7 +122,6 @@ class World:
         self.now = NOW
 
     def step(self, data: st.DataObject) -> None:
-        """Something happens."""
         what = data.draw(
             st.sampled_from(
                 ["node", "node", "again", "renew", "place", "place", "wait", "free", "cordon", "remove"]

@@ -35,7 +35,6 @@ class Site:
     ask: Ask
 
     def plan(self, most: int = 9) -> MovePlan | NoMoves:
-        """The plan for the ask."""
         return rebalance(self.placer, self.ask, self.prices, again, NOW, most)
 
 

@@ -116,7 +116,6 @@ class Agent:
 
 
 def told(history: History) -> dict[str, list[list[Point]]]:
-    """All points of all series."""
     found = {key: history.get(key) for key, _ in history.all()}
     return {
         key: [

@@ -21,7 +21,6 @@ FLAGS = (
 
 
 def compiler() -> str | None:
-    """The C compiler, or None."""
     return shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
 
 

@@ -31,7 +31,6 @@ def fields(wanted: EndpointSpec) -> list[str]:
 
 
 def kind(one: Kind) -> EndpointSpec:
-    """A spec of one rule of that kind."""
     return spec(Rule("r", "queue", one))
 
 

@@ -43,7 +43,6 @@ def read(servicer: AuditServicer, request: api.ListAuditEventsRequest) -> api.Li
 
 
 def pages(servicer: AuditServicer, **asked: Any) -> Iterator[list[int]]:
-    """The numbers of the events of each page."""
     token = ""
     while True:
         page = read(servicer, api.ListAuditEventsRequest(page_token=token, **asked))

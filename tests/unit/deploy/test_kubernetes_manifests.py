@@ -29,7 +29,6 @@ def objects(*kinds: str) -> list[dict[str, Any]]:
 
 
 def workloads() -> list[dict[str, Any]]:
-    """What runs a program of gpuscale."""
     return objects("Deployment", "DaemonSet")
 
 

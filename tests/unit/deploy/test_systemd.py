@@ -21,7 +21,6 @@ UNITS = sorted([*(ROOT / "deploy" / "systemd").glob("*.service"), *ROOT.glob("ad
 
 
 def command(unit: Path) -> list[str]:
-    """What it starts."""
     [line] = [line for line in unit.read_text().splitlines() if line.startswith("ExecStart=")]
     return line.removeprefix("ExecStart=").split()
 
@@ -156,7 +155,6 @@ def test_the_files_of_settings_hold_what_their_programs_take(file: str, sections
 
 
 def analyze(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """What systemd says of units."""
     program = shutil.which("systemd-analyze")
     if program is None:
         pytest.skip("systemd-analyze is not installed (Debian: systemd); the tests above have to do")

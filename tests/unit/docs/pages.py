@@ -23,7 +23,6 @@ HAND_WRITTEN = sorted(path for path in DOCS.rglob("*.md") if path.parent.name !=
 
 
 def read(page: str) -> str:
-    """The text of a page of docs/."""
     return (DOCS / page).read_text(encoding="utf-8")
 
 

@@ -16,7 +16,6 @@ NUMBER = re.compile(r"(\d[\d,]*(?:\.\d+)?) ?([A-Za-z%]*)")
 
 
 def links(page: Path) -> list[Path]:
-    """The files that a page links to."""
     found: list[str] = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8"))
     return [(page.parent / target).resolve() for target in found if "://" not in target]
 

@@ -89,7 +89,6 @@ def manifests(page: Path) -> list[str]:
 
 
 def tables(page: Path) -> list[dict[str, dict[str, object]]]:
-    """The files of settings of a page."""
     text = page.read_text(encoding="utf-8")
     blocks = re.findall(r"^ *```toml\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE)
     return [table for one in blocks if KINDS.keys() & (table := tomllib.loads(textwrap.dedent(one))).keys()]

@@ -278,8 +278,6 @@ async def test_where_all_gpus_are_given_away_nobody_needs_nvidias_driver(tmp_pat
 
 
 class Fleet:
-    """An index with a page."""
-
     def __init__(self, most_gpus: int = 100) -> None:
         self.clock = ManualClock()
         self.nodes = Nodes(self.clock, 10)

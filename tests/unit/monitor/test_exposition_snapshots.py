@@ -38,7 +38,6 @@ def page(
     quarantined: Container[str] | None = (),
     held: Held = NOBODY,
 ) -> str:
-    """The text of a page with one node."""
     made = MetricsPage()
     message = snapshot("alpha", gpus=gpus)
     message.host.hostname = "alpha.example"
