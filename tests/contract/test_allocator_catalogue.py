@@ -173,11 +173,8 @@ async def test_every_row_is_answered_as_listed_and_changes_nothing(place: Site) 
         try:
             await row.call(place.client, place.held)
         except errors.GpuscaleError as error:
-            fields = (
-                [one.field for one in error.violations]
-                if isinstance(error, errors.InvalidArgumentError)
-                else []
-            )
+            invalid = isinstance(error, errors.InvalidArgumentError)
+            fields = [one.field for one in error.violations] if invalid else []
             named = any(one == row.says or one.startswith((f"{row.says}.", f"{row.says}[")) for one in fields)
             if type(error) is not row.error or not (named or error.reason == row.says):
                 wrong.append(f"{row.number} {row.what}: {type(error).__name__} {error.reason} {fields}")

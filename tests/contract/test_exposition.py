@@ -117,10 +117,8 @@ async def test_every_default_series_of_dcgm_that_nvml_can_give_is_there(nvml_dou
         async def heard() -> str:
             """The page once it has all of it: a GPU that is late on a busy machine has no readings for a moment."""
             text = await page(address)
-            there = (
-                len(named(text, name))
-                for name in ("DCGM_FI_DEV_XID_ERRORS", "DCGM_FI_DEV_GPU_TEMP", "DCGM_FI_PROF_DRAM_ACTIVE")
-            )
+            names = "DCGM_FI_DEV_XID_ERRORS", "DCGM_FI_DEV_GPU_TEMP", "DCGM_FI_PROF_DRAM_ACTIVE"
+            there = (len(named(text, name)) for name in names)
             return text if min(there) == 8 else ""
 
         text = await eventually(heard)

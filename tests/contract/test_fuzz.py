@@ -125,12 +125,8 @@ class World:
 
     def reserve(self) -> Any:
         self.request_ids.append(str(uuid.uuid4()))
-        body = {
-            "requestId": self.request_ids[-1],
-            "holder": "me",
-            "ask": {"gpuCount": 1, "gpuMilli": 10},
-            "ttl": "600s",
-        }
+        ask = {"gpuCount": 1, "gpuMilli": 10}
+        body = {"requestId": self.request_ids[-1], "holder": "me", "ask": ask, "ttl": "600s"}
         made = self.send("Reserve", body).reservation
         self._made("reservations/{reservation}", made.name)
         self.fences.append(made.fence)
@@ -407,11 +403,8 @@ def value(field: FieldDescriptor, world: World, dice: random.Random, depth: int)
     if rules.format == "uuid":
         return dice.choice([str(uuid.UUID(int=dice.getrandbits(128))), *world.request_ids[-1:]])
     known = world.names.get(rules.resource) or [name for names in world.names.values() for name in names[-1:]]
-    return (
-        dice.choice(known)
-        if known and dice.random() < (0.9 if rules.resource else 0.4)
-        else dice.choice(TEXTS)
-    )
+    likely = 0.9 if rules.resource else 0.4
+    return dice.choice(known if known and dice.random() < likely else TEXTS)
 
 
 @pytest.fixture(autouse=True)

@@ -21,11 +21,7 @@ from gpuscale.autoscaler.state.decision_log import StoredDecision, to_wire
     ("enum", "prefix", "raised"),
     [
         (allocator_api.Obstacle, "OBSTACLE_", Obstacle),
-        (
-            allocator_api.NoRoomReason,
-            "NO_ROOM_REASON_",
-            {*Reason, *set(RefusalKind) - {RefusalKind.NOT_FOUND}},
-        ),
+        (allocator_api.NoRoomReason, "NO_ROOM_REASON_", {*Reason, *RefusalKind} - {RefusalKind.NOT_FOUND}),
         (api.DecisionCode, "DECISION_CODE_", Code),
     ],
 )

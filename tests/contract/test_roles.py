@@ -92,11 +92,8 @@ async def test_a_lease_token_may_renew_release_and_admit_work_and_nothing_else()
         for rpc in RPCS:
             code = await status(channel, rpc, ((LEASE_KEY, "A" * 43),))
             found.setdefault(code, set()).add(rpc.path)
-    anyone = {
-        rpc.path
-        for rpc in RPCS
-        if rpc.method.GetOptions().Extensions[options_pb2.method].role == options_pb2.ROLE_ANYONE
-    }
+    roles = {rpc.path: rpc.method.GetOptions().Extensions[options_pb2.method].role for rpc in RPCS}
+    anyone = {path for path, role in roles.items() if role == options_pb2.ROLE_ANYONE}
     service = "/gpuscale.api.allocator.v1.AllocatorService"
     assert found.pop(grpc.StatusCode.OK) - anyone == {
         f"{service}/RenewReservation",

@@ -23,11 +23,8 @@ class Asking:
 
     async def render(self, preset: str, **fields: Any) -> api.EndpointSpec:
         """The spec of a preset for the watcher `jobs`, 1 to 10 replicas."""
-        wish = {
-            "watcher": "watchers/jobs",
-            "max_replicas": 10,
-            "template": api.ReplicaTemplate(template="worker"),
-        } | fields
+        template = api.ReplicaTemplate(template="worker")
+        wish = {"watcher": "watchers/jobs", "max_replicas": 10, "template": template} | fields
         request = api.RenderPresetRequest(wish=api.PresetWish(preset=preset, **wish))
         return (await self.presets.RenderPreset(request, timeout=TIMEOUT)).spec
 

@@ -147,12 +147,8 @@ def step(
 ) -> api.Rule:
     """A step rule on the signal `depth` with a cooldown of 0.1 s."""
     fields.setdefault("cooldown", to_duration(0.1))
-    return api.Rule(
-        id=rule,
-        signal="depth",
-        step=api.StepRule(comparator=comparator, threshold=threshold, step=change),
-        **fields,
-    )
+    of = api.StepRule(comparator=comparator, threshold=threshold, step=change)
+    return api.Rule(id=rule, signal="depth", step=of, **fields)
 
 
 def endpoint(
@@ -165,11 +161,8 @@ def endpoint(
     **template: Any,
 ) -> api.Endpoint:
     """Endpoint `e` that reads the watcher `jobs` as signal `depth`, where it has rules."""
-    signal = api.Signal(
-        id="depth",
-        queue=api.QueueSignal(watcher="watchers/jobs", count=api.QueueCount.QUEUE_COUNT_TOTAL),
-        max_age=to_duration(5),
-    )
+    queue = api.QueueSignal(watcher="watchers/jobs", count=api.QueueCount.QUEUE_COUNT_TOTAL)
+    signal = api.Signal(id="depth", queue=queue, max_age=to_duration(5))
     template.setdefault("lease_ttl", to_duration(5))
     spec = api.EndpointSpec(
         min_replicas=low,

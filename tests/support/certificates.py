@@ -64,11 +64,8 @@ class Authority:
         cert_file, key_file = self._folder / f"{name}.pem", self._folder / f"{name}.key"
         signed = builder.sign(ca_key, hashes.SHA256())
         cert_file.write_bytes(signed.public_bytes(serialization.Encoding.PEM))
-        key_file.write_bytes(
-            key.private_bytes(
-                serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-            )
-        )
+        form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        key_file.write_bytes(key.private_bytes(*form))
         return ClientTls(self.file, cert_file, key_file)
 
     def trust(self) -> ClientTls:

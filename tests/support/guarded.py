@@ -101,10 +101,10 @@ class GuardedFolder:
     def tail(self) -> str:
         """The last 20 lines of everything the servers wrote, for the text of a failure."""
         written = [*self.path.glob("*.out"), *self.path.glob("log/*.log")]
-        return "\n".join(
-            "\n".join([f"--- {path.name}", *path.read_text(errors="replace").splitlines()[-20:]])
-            for path in written
-        )
+        ends = [
+            [f"--- {path.name}", *path.read_text(errors="replace").splitlines()[-20:]] for path in written
+        ]
+        return "\n".join(line for end in ends for line in end)
 
 
 class PrivateServer(ABC):

@@ -86,11 +86,8 @@ def why_unavailable() -> str | None:
     tried = subprocess.run(
         [*_APART, "sh", "-c", probe], check=False, capture_output=True, text=True, timeout=60
     )
-    return (
-        None
-        if tried.returncode == 0
-        else f"no namespaces or overlays here, even as root: {tried.stderr.strip()}"
-    )
+    why = f"no namespaces or overlays here, even as root: {tried.stderr.strip()}"
+    return None if tried.returncode == 0 else why
 
 
 class Running:
@@ -252,13 +249,8 @@ class Hosts:
 
     def _hold(self, name: str) -> int:
         """Start process 1 of a host, or of the cable between them, which has no name; its pid out here."""
-        holder = subprocess.Popen(
-            [*_APART, *_HOLD],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        holder = subprocess.Popen([*_APART, *_HOLD], text=True, **pipes)
         self._holders[name] = holder
         self._stack.callback(self._end, holder)
         assert holder.stdout.readline() == "ready\n"

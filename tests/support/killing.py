@@ -117,11 +117,8 @@ class Round:
                 lambda: self._lab.kill(self._random.choice(GPU_HOSTS), "gpuscale-agent"),
                 lambda: self._cut(self._long, SHORT_TTL * 2),
             ]
-            ended = [
-                name
-                for role, (name, host) in self._roles.items()
-                if role in {"caller", "session", "supervisor"} or host == self._long
-            ]
+            gone = "caller", "session", "supervisor"
+            ended = [name for role, (name, host) in self._roles.items() if role in gone or host == self._long]
             left = [name for name, _ in self._roles.values() if name not in ended]
             with ThreadPoolExecutor() as pool:
                 list(pool.map(self._at_a_random_moment, kills))

@@ -62,12 +62,8 @@ class Lab:
 
     def left(self, beginning: str) -> list[str]:
         """What runs on any host with a command line that begins so."""
-        return [
-            f"{host}: {line}"
-            for host in GPU_HOSTS
-            if host in self.hosts.up
-            for line in self.hosts.command_lines(host, beginning)
-        ]
+        up = [host for host in GPU_HOSTS if host in self.hosts.up]
+        return [f"{host}: {line}" for host in up for line in self.hosts.command_lines(host, beginning)]
 
     def kill(self, host: str, pattern: str) -> None:
         """kill -9 what runs on a host with such a command line."""

@@ -148,10 +148,8 @@ class RunningFleet:
     @classmethod
     def over(cls, address: str, channel: grpc.aio.Channel) -> "RunningFleet":
         """The one that a channel leads to."""
-        stub, telemetry = (
-            monitor_api.FleetServiceStub(channel),
-            monitor_internal.TelemetryServiceStub(channel),
-        )
+        stub = monitor_api.FleetServiceStub(channel)
+        telemetry = monitor_internal.TelemetryServiceStub(channel)
         return cls(address, stub, telemetry)
 
     async def node(self, node: str) -> monitor_api.Node:

@@ -48,11 +48,8 @@ class OidcProvider:
     def rotate(self, kind: type[RSAKey] | type[ECKey] = RSAKey) -> None:
         """Sign with a new key, and withdraw the old one."""
         parameters = {"kid": secrets.token_hex(4), "use": "sig"}
-        made = (
-            RSAKey.generate_key(2048, parameters)
-            if kind is RSAKey
-            else ECKey.generate_key("P-256", parameters)
-        )
+        rsa = kind is RSAKey
+        made = RSAKey.generate_key(2048, parameters) if rsa else ECKey.generate_key("P-256", parameters)
         self.keys = [made]
 
     def token(
@@ -82,10 +79,8 @@ class OidcProvider:
         if path == "/.well-known/openid-configuration":
             names = {"jwks_uri": "keys", "token_endpoint": "token", "revocation_endpoint": "revoke"}
             names["device_authorization_endpoint"] = "device"
-            return 200, {
-                "issuer": self.issuer,
-                **{key: f"{self.issuer}/{name}" for key, name in names.items()},
-            }
+            found = {key: f"{self.issuer}/{name}" for key, name in names.items()}
+            return 200, {"issuer": self.issuer} | found
         if path == "/keys":
             return 200, {"keys": [one.as_dict(private=False) for one in self.keys]}
         if path == "/device" and form["client_id"] == CLIENT:

@@ -36,10 +36,8 @@ class FakePrometheus:
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             head = (await reader.readuntil(b"\r\n\r\n")).decode()
-            length = next(
-                (int(line[15:]) for line in head.splitlines() if line.lower().startswith("content-length:")),
-                0,
-            )
+            length_of = (line for line in head.splitlines() if line.lower().startswith("content-length:"))
+            length = next((int(line[15:]) for line in length_of), 0)
             form = parse_qs((await reader.readexactly(length)).decode())
             self.requests.append((head, form))
             if self.silent:

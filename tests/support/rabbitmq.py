@@ -153,12 +153,8 @@ class RabbitBroker(PrivateServer):
         self._folder = folder = GuardedFolder("gpuscale-rabbitmq-")
         for name in ("home", "data", "log"):
             (folder.path / name).mkdir()
-        config = _CONFIG.format(
-            amqp_port=self.amqp_port,
-            management_port=self.management_port,
-            user=self.user,
-            password=self.password,
-        )
+        ports = {"amqp_port": self.amqp_port, "management_port": self.management_port}
+        config = _CONFIG.format(user=self.user, password=self.password, **ports)
         (folder.path / "rabbitmq.conf").write_text(config)
         (folder.path / "enabled_plugins").write_text("[rabbitmq_management].\n")
         # In the foreground, as our child: the one the server would start by itself outlives it.

@@ -86,10 +86,8 @@ async def queue_counts(broker: RabbitBroker, name: str) -> QueueCounts | None:
     milliseconds old, where its usual statistics are seconds old.
     """
     async with httpx.AsyncClient(auth=(broker.user, broker.password), timeout=60) as client:
-        answer = await client.get(
-            f"{broker.management_url}/api/queues",
-            params={"disable_stats": "true", "enable_queue_totals": "true"},
-        )
+        parameters = {"disable_stats": "true", "enable_queue_totals": "true"}
+        answer = await client.get(f"{broker.management_url}/api/queues", params=parameters)
     answer.raise_for_status()
     for queue in answer.json():
         if queue["name"] == name:

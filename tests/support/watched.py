@@ -27,10 +27,8 @@ def _messages() -> dict[str, Any]:
             )
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
-    return {
-        name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"watched.{name}"))
-        for name in _SHAPE
-    }
+    found = {name: pool.FindMessageTypeByName(f"watched.{name}") for name in _SHAPE}
+    return {name: message_factory.GetMessageClass(one) for name, one in found.items()}
 
 
 _MADE = _messages()

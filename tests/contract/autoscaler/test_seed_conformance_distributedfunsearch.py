@@ -52,12 +52,8 @@ async def test_same_as_the_seed_evaluators(asked: Asking) -> None:
 
 async def test_same_as_the_seed_by_its_own_configuration(asked: Asking) -> None:
     samplers = await asked.render("distributedfunsearch", parameters=CONFIG)
-    rows = [
-        Row(1, sampler(5, 8), 1),
-        Row(1, sampler(6, 8), 2),
-        Row(1, sampler(6, 7.9), 1),
-        Row(3, sampler(6), 3),
-    ]
+    shown = (1, (5, 8), 1), (1, (6, 8), 2), (1, (6, 7.9), 1), (3, (6,), 3)
+    rows = [Row(before, sampler(*values), wanted) for before, values, wanted in shown]
     assert await differing(asked, samplers, rows) == []
     assert (samplers.max_replicas, seconds(samplers.tick)) == (3, 60)
     evaluators = await asked.render("distributedfunsearch_evaluators", parameters=CONFIG)

@@ -55,12 +55,8 @@ def asked(world: canned.World) -> list[str]:
 def test_the_plan_is_said_before_it_is_carried_out(ctl: Any) -> None:
     ran = ctl("apply", "-f", "-")
     assert ran.out == "watchers/more created\nendpoints/jobs configured\n"
-    assert ran.err == (
-        "plan: 1 created, 1 configured\n"
-        "  + watchers/more\n"
-        "  ~ endpoints/jobs\n"
-        "      spec.minReplicas: - -> 1\n"
-    )
+    told = "  + watchers/more\n  ~ endpoints/jobs\n      spec.minReplicas: - -> 1\n"
+    assert ran.err == "plan: 1 created, 1 configured\n" + told
     assert ctl("apply", "-f", "-", "-o", "json").err.count("plan") == 0
 
 
@@ -101,10 +97,8 @@ def test_diff_says_what_would_change_and_changes_nothing(ctl: Any, world: canned
     assert "+  minReplicas: 1" in lines
     assert asked(world) == []
     found = json.loads(ctl("diff", "-f", "-", "-o", "json").out)["changes"]
-    assert [(one["name"], one["action"]) for one in found] == [
-        ("watchers/more", "created"),
-        ("endpoints/jobs", "configured"),
-    ]
+    did = {one["name"]: one["action"] for one in found}
+    assert did == {"watchers/more": "created", "endpoints/jobs": "configured"}
 
 
 def test_the_tenant_of_an_endpoint_is_that_of_its_creation(ctl: Any, world: canned.World) -> None:
@@ -134,10 +128,8 @@ def test_an_endpoint_may_read_a_watcher_that_the_same_files_make(ctl: Any, world
     )
     ran = ctl("diff", "-f", "-", stdin=SAME)
     assert (ran.code, ran.err) == (1, "")
-    assert [line for line in ran.out.splitlines() if line.startswith("+++")] == [
-        "+++ file/watchers/jobs",
-        "+++ file/endpoints/jobs",
-    ]
+    headings = [line for line in ran.out.splitlines() if line.startswith("+++")]
+    assert headings == ["+++ file/watchers/jobs", "+++ file/endpoints/jobs"]
     dry = ctl("apply", "-f", "-", "--dry-run=server", stdin=SAME)
     assert dry.out == "watchers/jobs created (dry run)\nendpoints/jobs created (dry run)\n"
     only = SAME.partition("---")[0]
@@ -165,10 +157,8 @@ def test_prune_deletes_what_the_files_do_not_name(ctl: Any, world: canned.World)
     only = "kind: QueueWatcher\nname: jobs\nspec: {broker: default, queue: jobs}\n"
     refused = ctl("apply", "-f", "-", "--prune", stdin=only)
     assert (refused.code, asked(world)) == (2, [])
-    assert (
-        "cannot ask whether to delete endpoints/jobs: standard input is not a terminal; pass --yes"
-        in refused.err
-    )
+    why = "standard input is not a terminal; pass --yes"
+    assert f"cannot ask whether to delete endpoints/jobs: {why}" in refused.err
     assert ctl("diff", "-f", "-", "--prune", stdin=only).out.splitlines()[0] == "--- live/endpoints/jobs"
     dry = ctl("apply", "-f", "-", "--prune", "--dry-run=server", stdin=only)
     assert dry.out == "watchers/jobs unchanged (dry run)\nendpoints/jobs deleted (dry run)\n"

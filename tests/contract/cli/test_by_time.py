@@ -24,10 +24,8 @@ def test_a_gpu_has_any_of_its_spellings(ctl: Any, world: canned.World, command: 
     assert ran.code == 0, ran.err
     request = world.requests[-1]
     assert (request.uuid if command == "get health" else request.gpu_uuid) == FIRST
-    assert [to_datetime(one).isoformat() for one in (request.since, request.until)] == [
-        "2026-02-28T00:00:00+00:00",
-        "2026-03-01T03:00:00+00:00",
-    ]
+    begin, end = (to_datetime(one).isoformat() for one in (request.since, request.until))
+    assert (begin, end) == ("2026-02-28T00:00:00+00:00", "2026-03-01T03:00:00+00:00")
     assert request.show_resolved if command == "get health" else request.show_ended
 
 
@@ -77,10 +75,8 @@ def test_why_an_endpoint_had_its_replicas_then(ctl: Any, world: canned.World) ->
     ran = ctl("explain", "endpoint", "jobs", "--at", AT)
     assert ran.code == 0, ran.err
     request = world.requests[-1]
-    assert (to_datetime(request.until).isoformat(), request.HasField("since")) == (
-        "2026-03-01T03:00:00+00:00",
-        False,
-    )
+    assert to_datetime(request.until).isoformat() == "2026-03-01T03:00:00+00:00"
+    assert not request.HasField("since")
     assert (request.parent, request.page_size) == ("endpoints/jobs", 1)
     assert "NO_CAPACITY" in ran.out
     assert "evaluated now" not in ran.out

@@ -45,11 +45,8 @@ def called() -> set[str]:
     `_reader` makes the requests of the nouns it is given, and `apply` those of its kinds.
     """
     [folder] = cli.__path__
-    nodes = [
-        node
-        for path in Path(folder).rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-    ]
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in Path(folder).rglob("*.py")]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
     names = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     for node in nodes:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "_reader":

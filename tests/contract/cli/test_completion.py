@@ -94,11 +94,8 @@ def test_what_may_stand_next(complete: Any, typed: str, found: list[str] | None)
 
 
 def test_other_shells_get_words_with_their_meaning(complete: Any) -> None:
-    assert complete("get nod", "zsh") == [
-        "plain",
-        "nodes",
-        "List hosts with an agent: state, CPU, memory, load.",
-    ]
+    help_of_nodes = "List hosts with an agent: state, CPU, memory, load."
+    assert complete("get nod", "zsh") == ["plain", "nodes", help_of_nodes]
     assert complete("get nodes -o yam", "zsh") == ["plain", "yaml", "_"]
     assert "nodes" in complete("get nod", "fish")[0]
     assert complete("get nodes --output=yam", "zsh") == ["plain", "--output=yaml", "_"], "the whole word"
@@ -150,9 +147,5 @@ def test_a_real_bash_completes(address: str, tmp_path: Path) -> None:
         timeout=60,
         check=True,
     )
-    assert ran.stdout.splitlines() == [
-        "nodes notifications",
-        "jobs",
-        "wide",
-        "complete -o nosort -F _gpuscalectl_completion gpuscalectl",
-    ]
+    installed = "complete -o nosort -F _gpuscalectl_completion gpuscalectl"
+    assert ran.stdout.splitlines() == ["nodes notifications", "jobs", "wide", installed]

@@ -109,9 +109,10 @@ class Life:
             case "look":
                 states = (None, 0.0, 99.0)
                 held = sorted({part.uuid for one in live for part in one.gpus})
+                used = [states[(number + nth) % 3] for nth in range(len(held))]
+                fresh = now + number % 2 - 0.5
                 shown = [
-                    gpu(uuid, utilization=states[(number + nth) % 3], fresh_until=now + number % 2 - 0.5)
-                    for nth, uuid in enumerate(held)
+                    gpu(uuid, utilization=of, fresh_until=fresh) for uuid, of in zip(held, used, strict=True)
                 ]
                 self.view.apply([node("n0", *shown)], full=True)
                 await self.accounting.look()

@@ -138,10 +138,8 @@ class Fleet:
         """The admin of a node makes its last GPU two MIG instances, or one GPU again; whoever holds it holds on."""
         at = random.randrange(len(self.nodes))
         *others, last = self.nodes[at].gpus
-        changed = [
-            replace(last, uuid=f"{last.uuid}/{part}", mig_profile="1g.10gb", parent=last.uuid)
-            for part in (1, 2)
-        ]
+        parts = (f"{last.uuid}/{part}" for part in (1, 2))
+        changed = [replace(last, uuid=one, mig_profile="1g.10gb", parent=last.uuid) for one in parts]
         if last.parent:
             changed = [replace(last, uuid=last.parent, mig_profile="", parent="")]
             others = [one for one in others if last.parent not in (one.parent, one.uuid)]

@@ -326,13 +326,8 @@ def test_a_row_alone_is_worth_what_it_is_worth_among_many(
     constraints, every = Constraints(columns, world.use, wish), np.arange(len(columns))
     scarcity = data.draw(st.sampled_from([0.0, 0.5])) if cpu_per_gpu else 0.0
     shares = {(0, 1, milli, ()): 1 for milli in data.draw(st.sets(st.integers(1, 999), max_size=3))}
-    tariff = Tariff(
-        cpu_per_gpu,
-        dict.fromkeys(list(columns.builds)[:1], price),
-        expected_waste(shares),
-        scarcity,
-        saves=data.draw(st.booleans()),
-    )
+    rare = dict.fromkeys(list(columns.builds)[:1], price)
+    tariff = Tariff(cpu_per_gpu, rare, expected_waste(shares), scarcity, saves=data.draw(st.booleans()))
     node_codes_then, gpu_codes_then = constraints.codes(every, NOW)
     free = gpu_codes_then == 0
     values = value(wish, columns, every, free, constraints, tariff, lambda: NO_TYPICAL)
@@ -400,11 +395,8 @@ def test_no_instance_comes_from_an_idle_gpu_while_one_in_use_has_it(
             continue
         [taken] = found.gpus
         used = {instances[uuid].parent for uuid in instances if use.gpu(uuid).milli}
-        had = [
-            one
-            for one in instances.values()
-            if one.parent in used and one.mig_profile == profile and not use.gpu(one.uuid).milli
-        ]
+        idle = [one for one in instances.values() if one.parent in used and not use.gpu(one.uuid).milli]
+        had = [one for one in idle if one.mig_profile == profile]
         if policy is not model.Policy.PACK:
             had = [one for one in had if one.uuid[0] == taken.uuid[0]]
         assert taken.parent in used or not had

@@ -139,11 +139,8 @@ def test_only_what_was_seen_to_last_is_acted_on_and_only_once(
         model.looks[-1].spared = spared_before
         held, since = model.counted()
         done = [one for index, _, one in acts if index >= since and one.outcome is not StageOutcome.AVERTED]
-        stages = [
-            one
-            for one in found
-            if one.outcome in {StageOutcome.DONE, StageOutcome.SHADOW, StageOutcome.EXEMPT}
-        ]
+        acted = {StageOutcome.DONE, StageOutcome.SHADOW, StageOutcome.EXEMPT}
+        stages = [one for one in found if one.outcome in acted]
         if track is not None and idle:
             assert abs(track.held - held) < 1e-6
         if idle is not True:  # unknown is never idle, and neither is busy

@@ -147,10 +147,8 @@ class Script:
                 adapter.silent = not adapter.silent
             case 3:
                 others = [one for one in self.world.adapters if one is not adapter]
-                adapter.lies, adapter.doubly = (
-                    not adapter.lies,
-                    [name for one in others for name in one.states],
-                )
+                adapter.lies = not adapter.lies
+                adapter.doubly = [name for one in others for name in one.states]
             case 4:
                 adapter.crashes = dice.choice([0.1, 0.5])
             case 5:

@@ -30,11 +30,8 @@ def test_what_is_freed_serves_those_it_is_freed_for_and_no_less_would(
     counted: int,
     more: int,
 ) -> None:
-    holders = {
-        one: Holder(one[0], one, priority, int(one[1]))
-        for one, priority in priorities.items()
-        if one not in coming
-    }
+    there = {one: priority for one, priority in priorities.items() if one not in coming}
+    holders = {one: Holder(one[0], one, priority, int(one[1])) for one, priority in there.items()}
     found = choose(gpus, rooms, coming, holders, spare, counted=counted, more=more)
     assert found == choose(
         gpus, rooms, coming, dict(reversed(holders.items())), spare, counted=counted, more=more

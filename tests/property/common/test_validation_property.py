@@ -165,8 +165,7 @@ DEVICE = frozenset(string.ascii_letters + string.digits + "-_.:/")
 
 def text_breaks(text: str, rules: FieldRules) -> bool:
     hidden = any(
-        ord(character) < 32 or 127 <= ord(character) < 160 or category(character) in {"Cf", "Zl", "Zp"}
-        for character in text
+        ord(one) < 32 or 127 <= ord(one) < 160 or category(one) in {"Cf", "Zl", "Zp"} for one in text
     )
     if hidden or len(text) > (1024 if rules.max_length is None else rules.max_length):
         return True

@@ -44,10 +44,8 @@ def test_a_page_shows_what_was_read_and_nothing_else(
     snapshot = types_api.Snapshot(node="alpha", host=types_api.Host(hostname=hostname), gpus=[gpu])
     page = MetricsPage()
     add_snapshot(page, snapshot, Style("all"), fresh=True, quarantined=())
-    shown = {
-        family.name: family.samples
-        for family in text_string_to_metric_families(b"".join(page.chunks()).decode())
-    }
+    text = b"".join(page.chunks()).decode()
+    shown = {family.name: family.samples for family in text_string_to_metric_families(text)}
     for series in (*GPU, *DCGM):
         name = series.family.name
         name = name.removesuffix("_total") if series.family.kind == "counter" else name

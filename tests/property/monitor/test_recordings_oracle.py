@@ -99,10 +99,8 @@ class Site:
         for _ in range(self.source.choice((1, 1, 4))):
             self.begun += 1
             uuids = tuple(self.source.sample(GPUS, self.source.randrange(1, len(GPUS) + 1)))
-            interval, most = (
-                self.source.choice((1.0, 1.0, 1.0, 0.5, 3.0)),
-                self.source.choice((5.0, 30.0, 1e4)),
-            )
+            interval = self.source.choice((1.0, 1.0, 1.0, 0.5, 3.0))
+            most = self.source.choice((5.0, 30.0, 1e4))
             asked = order(f"r{self.begun}", interval, most, uuids, self.source.choice((1.0, 1.0, 0.25)))
             self.recordings.start(asked, self.now)
             self.alone[asked.id] = Alone(asked, self.now)
@@ -110,10 +108,8 @@ class Site:
     def add(self, uuid: str) -> None:
         at = self.now - self.source.choice((0.0, 0.125, 0.25))
         absent = self.source.random() < 0.1
-        sample = tuple(
-            ABSENT if absent or self.source.random() < 0.1 else self.source.random() * 100
-            for _ in GPU_METRICS
-        )
+        dice = self.source.random
+        sample = tuple(ABSENT if absent or dice() < 0.1 else dice() * 100 for _ in GPU_METRICS)
         self.recordings.add(uuid.lower(), at, sample)
         for one in self.alone.values():
             for target in one.order.targets:

@@ -15,11 +15,8 @@ from tests.support.placing import placer, reservation
 
 PART = replace(ask(), mig_profile="1g.10gb")
 UNSPLIT = node("n0", gpu("GPU-p"), gpu("GPU-q", index=1, trouble="HUNG"))
-SPLIT = node(
-    "n0",
-    gpu("GPU-p", trouble="DIVIDED"),
-    *(replace(gpu(f"MIG-{i}", index=i), mig_profile="1g.10gb", parent="GPU-p") for i in (2, 3)),
-)
+PARTS = [replace(gpu(f"MIG-{i}", index=i), mig_profile="1g.10gb", parent="GPU-p") for i in (2, 3)]
+SPLIT = node("n0", gpu("GPU-p", trouble="DIVIDED"), *PARTS)
 
 
 def take(of: Placer, use: Use, wish: Ask, name: str = "r") -> Reservation:

@@ -300,10 +300,8 @@ def test_gradients_of_a_large_fleet_take_no_more_memory_at_once() -> None:
         found = gradients(drawn, *of)
         peaks.append(tracemalloc.get_traced_memory()[1] - found.nbytes)
         tracemalloc.stop()
-        parts = [
-            gradients(drawn, cpu[at : at + 1], free[at : at + 1], of[2][:1], quarter, free[at : at + 1] > 0)
-            for at in (0, count - 1)
-        ]
+        ends = [slice(at, at + 1) for at in (0, count - 1)]
+        parts = [gradients(drawn, cpu[at], free[at], of[2][:1], quarter, free[at] > 0) for at in ends]
         assert found[[0, -1]].tolist() == np.concatenate(parts).tolist()
     assert peaks[1] < 2 * peaks[0]
 

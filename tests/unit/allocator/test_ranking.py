@@ -68,11 +68,9 @@ def test_an_unmeasured_node_never_stands_above_a_measured_one() -> None:
 def test_what_cannot_be_had_is_not_idle(how: str) -> None:
     one = gpu("g", trouble="HUNG" if how == "trouble" else "", fresh_until=NOW - 1 if how == "old" else NOW)
     state = {"stale": NodeState.STALE, "offline": NodeState.OFFLINE}.get(how, NodeState.ONLINE)
-    [found] = ranked(
-        node("a", one, state=state),
-        held={"g"} if how == "held" else (),
-        cordoned=[Spot("a", "g")] if how == "cordoned" else (),
-    )
+    held = {"g"} if how == "held" else ()
+    cordoned = [Spot("a", "g")] if how == "cordoned" else ()
+    [found] = ranked(node("a", one, state=state), held=held, cordoned=cordoned)
     assert (found.idle_count, found.sufficient, found.fallback) == (0, False, True)
 
 

@@ -156,10 +156,8 @@ def test_readings_count_until_they_are_stale() -> None:
 
 def test_the_first_reason_in_the_documented_order_is_named() -> None:
     """Take the worst GPU there can be and cure it step by step: the reasons come in their order."""
-    sick = replace(
-        gpu("GPU-a", free=None, utilization=None, trouble="LOST", quarantine="XID 79", fresh_until=NOW - 1),
-        mig_profile="1g",
-    )
+    ill = {"trouble": "LOST", "quarantine": "XID 79", "fresh_until": NOW - 1}
+    sick = replace(gpu("GPU-a", free=None, utilization=None, **ill), mig_profile="1g")
     one = node("n0", sick, state=NodeState.OFFLINE)
     use = held_whole([one], {"GPU-a"})
     use.hold(reservation([reserved("GPU-b")], name="other", labels={"job": "x"}))

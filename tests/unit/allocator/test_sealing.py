@@ -71,10 +71,8 @@ def test_what_the_database_returns_has_the_same_sum() -> None:
         columns = ", ".join(f"{column.name} {column.type}" for column in table.columns)
         connection.execute(f"CREATE TABLE reservation ({columns})")
         names = list(row())
-        connection.execute(
-            f"INSERT INTO reservation ({', '.join(names)}) VALUES ({', '.join(':' + one for one in names)})",
-            row(),
-        )
+        values = ", ".join(f":{one}" for one in names)
+        connection.execute(f"INSERT INTO reservation ({', '.join(names)}) VALUES ({values})", row())
         connection.row_factory = sqlite3.Row
         assert is_whole(dict(connection.execute("SELECT * FROM reservation").fetchone()))
 

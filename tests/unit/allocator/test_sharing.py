@@ -293,10 +293,8 @@ def test_an_explanation_says_what_each_constraint_removes_and_what_would_help() 
     of_small, of_busy, of_both = (one.obstacle for one in outlook.nodes[0].gpus)
     assert of_small is of_both is Obstacle.MEMORY_BELOW_MIN
     assert of_busy is Obstacle.UTILIZATION_TOO_HIGH
-    assert outlook.remedies == (
-        "Ask for less memory: 1 node does then.",
-        "Allow a higher utilization: 1 node does then.",
-    )
+    less, busier = "Ask for less memory: 1 node does then.", "Allow a higher utilization: 1 node does then."
+    assert outlook.remedies == (less, busier)
 
 
 def test_only_what_alone_would_make_room_is_named_as_a_help() -> None:

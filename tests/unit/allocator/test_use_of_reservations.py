@@ -98,10 +98,8 @@ def test_what_may_be_its_own_makes_the_memory_of_a_share_unknown_and_not_zero() 
 
 def test_work_on_a_gpu_is_the_holders_unless_it_is_known_to_be_anothers() -> None:
     ledger = Ledger()
-    whole, share, other = (
-        grant(ledger, reserved(uuid, milli=milli))
-        for uuid, milli in (("GPU-w", 1000), ("GPU-s", 500), ("GPU-s", 500))
-    )
+    held = ("GPU-w", 1000), ("GPU-s", 500), ("GPU-s", 500)
+    whole, share, other = (grant(ledger, reserved(uuid, milli=milli)) for uuid, milli in held)
     stranger, unclear = process(1, None), replace(process(2, None), unknown=True)
     others = process(3, other.id)
     cases = [

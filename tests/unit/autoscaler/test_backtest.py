@@ -159,10 +159,8 @@ def test_the_default_is_late_less_often_than_steps_and_costs_less_than_a_full_ho
     requests = [Request(float(n), 4.0) for n in range(600)] + [
         Request(600.0 + 0.4 * n, 4.0) for n in range(1500)
     ]
-    ours, steps = (
-        simulate.run(PRESETS[name](wish), requests, setting(2), goal=10.0)
-        for name in ("gpuscale", "backend_ai")
-    )
+    policies = [PRESETS[name](wish) for name in ("gpuscale", "backend_ai")]
+    ours, steps = (simulate.run(one, requests, setting(2), goal=10.0) for one in policies)
     full = simulate.run(fixed(8), requests, setting(2), goal=10.0)
     assert ours.violation_percent < steps.violation_percent / 2
     assert ours.gpu_hours < full.gpu_hours

@@ -79,11 +79,7 @@ def test_the_manifests_and_the_configuration_fit_each_other(tmp_path: Path) -> N
 
     adapter = load_table(ProcessSettings, config, data_dir, environ={})
     template = adapter.templates[endpoint.spec.template.template]
-    used = {
-        part.name
-        for argument in parse_arguments(template.command)
-        for part in argument
-        if isinstance(part, Placeholder)
-    }
+    parsed = [part for argument in parse_arguments(template.command) for part in argument]
+    used = {part.name for part in parsed if isinstance(part, Placeholder)}
     assert used - {"python"} == set(endpoint.spec.template.parameters)
     assert (EXAMPLES.parent / template.command[1]).is_file()

@@ -88,10 +88,8 @@ def test_what_has_ended_stays_ended() -> None:
 def test_ready_again_keeps_the_first_time() -> None:
     ready = reported(replica(0, S.STARTING), ReplicaReport(S.READY), AT)
     later = replace(AT, now=NOW + 50)
-    assert (
-        reported(reported(ready, ReplicaReport(S.STARTING), later), ReplicaReport(S.READY), later).ready_at
-        == NOW
-    )
+    again = reported(reported(ready, ReplicaReport(S.STARTING), later), ReplicaReport(S.READY), later)
+    assert again.ready_at == NOW
 
 
 @pytest.mark.parametrize("state", list(ReplicaState))

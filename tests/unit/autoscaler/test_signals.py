@@ -109,12 +109,8 @@ def test_samples_in_a_row_that_read_the_same_are_one_and_the_oldest_go_first() -
     for at, value in enumerate((5.0, 5.0, 7.0, None, None, 5.0)):
         one = Observation("depth", missing if value is None else ok, value)
         kept = noted(kept, [one], float(at))
-    assert list(kept["depth"]) == [
-        Shown(0, 1, 5.0, ok),
-        Shown(2, 2, 7.0, ok),
-        Shown(3, 4, None, missing),
-        Shown(5, 5, 5.0, ok),
-    ]
+    of = [(0, 1, 5.0, ok), (2, 2, 7.0, ok), (3, 4, None, missing), (5, 5, 5.0, ok)]
+    assert list(kept["depth"]) == [Shown(*one) for one in of]
     for at in range(SAMPLES_KEPT):
         kept = noted(kept, [Observation("depth", ok, float(at))], 10.0 + at)
     assert [one.value for one in kept["depth"]] == list(range(SAMPLES_KEPT))

@@ -47,11 +47,9 @@ def look(
 ) -> RuleOutcome:
     """What the rule makes of values that have been as they are for ever; None: it cannot be had."""
     shown = {f"goal.{name}": seen(value, f"goal.{name}") for name, value in values.items()}
-    series = {
-        f"goal.{name}": series_of((NOW - at, value) for at in range(1000, -1, -5))
-        for name, value in values.items()
-        if value is not None
-    }
+    had = {name: value for name, value in values.items() if value is not None}
+    times = [NOW - at for at in range(1000, -1, -5)]
+    series = {f"goal.{name}": series_of((at, value) for at in times) for name, value in had.items()}
     return apply_rule(
         GOAL,
         inputs(

@@ -74,10 +74,8 @@ def test_a_plain_form(plain: str) -> None:
 
 def test_forms_with_an_expression() -> None:
     assert parse_form("jsonpath={.a}").template == (parse_path(".a"),)
-    assert parse_form("custom-columns=A:.a,B:b.c").columns == (
-        ("A", parse_path(".a")),
-        ("B", parse_path(".b.c")),
-    )
+    columns = (("A", parse_path(".a")), ("B", parse_path(".b.c")))
+    assert parse_form("custom-columns=A:.a,B:b.c").columns == columns
 
 
 @pytest.mark.parametrize(

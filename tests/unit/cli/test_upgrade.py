@@ -63,10 +63,8 @@ def test_a_gpu_host_asks_the_server_that_it_joined(tmp_path: Path, monkeypatch: 
     config.write_text(f'{joined}[adapter]\ndata_dir = "/x"\nautoscaler_address = "first.example:7074"\n')
     found = doctor.of_host(Session(), config)
     assert found.address == "first.example:7072,second.example:7072"
-    assert found.apart == {
-        "allocator": "first.example:7073",
-        **dict.fromkeys(("endpoints", "adapters", "queue_watchers"), "first.example:7074"),
-    }
+    autoscaler = dict.fromkeys(("endpoints", "adapters", "queue_watchers"), "first.example:7074")
+    assert found.apart == {"allocator": "first.example:7073"} | autoscaler
     config.write_text(f"{config.read_text()}[gateway]\n")
     assert doctor.of_host(Session(), config).address is None, "it has a server itself"
     config.write_text("no = [toml")

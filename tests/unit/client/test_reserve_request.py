@@ -41,11 +41,8 @@ def test_what_was_said_is_sent() -> None:
 
 
 def test_sizes_and_durations_may_be_text() -> None:
-    said = reserve_request(
-        1,
-        "me",
-        {"ttl": "1m30s", "wait": "250ms", "min_memory": "8GiB", "gpu_memory": "1GB", "host_memory": 7},
-    )
+    sizes = {"min_memory": "8GiB", "gpu_memory": "1GB", "host_memory": 7}
+    said = reserve_request(1, "me", {"ttl": "1m30s", "wait": "250ms"} | sizes)
     assert (said.ttl.seconds, said.wait.nanos) == (90, 250_000_000)
     assert (said.ask.min_memory_bytes, said.ask.gpu_memory_bytes) == (8 << 30, 10**9)
     assert said.ask.host_memory_bytes == 7

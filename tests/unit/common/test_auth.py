@@ -160,10 +160,8 @@ def test_certificates_name_callers_only_where_they_are_accepted() -> None:
     assert who(Authenticator(), context) == "TOKEN_MISSING"
     local = Context(LOOPBACK, tls=True, spiffe=SPIFFE)
     assert who(Authenticator(accept_certificates=True), local) == alice
-    assert (
-        who(Authenticator(accept_certificates=True), Context(LOOPBACK, tls=True))
-        == "CERTIFICATE_WITHOUT_IDENTITY"
-    )
+    found = who(Authenticator(accept_certificates=True), Context(LOOPBACK, tls=True))
+    assert found == "CERTIFICATE_WITHOUT_IDENTITY"
 
 
 @pytest.mark.parametrize(

@@ -17,13 +17,8 @@ from sqlalchemy import (
 
 from gpuscale.common.store.store import Prepared
 
-ITEM = Table(
-    "item",
-    MetaData(),
-    Column("id", Integer, primary_key=True),
-    Column("state", String),
-    Column("note", String),
-)
+COLUMNS = Column("id", Integer, primary_key=True), Column("state", String), Column("note", String)
+ITEM = Table("item", MetaData(), *COLUMNS)
 ADD = Prepared(insert(ITEM))
 CHANGE = Prepared(
     update(ITEM)

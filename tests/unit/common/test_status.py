@@ -29,12 +29,8 @@ def test_every_error_of_the_tree_comes_back_as_itself(cls: type[errors.GpuscaleE
     sent = cls("no such thing", reason="BECAUSE", metadata={"name": "nodes/a"}, retry_after=1.5)
     received = over_the_wire(sent)
     assert type(received) is cls
-    assert (received.message, received.reason, received.metadata, received.retry_after) == (
-        "no such thing",
-        "BECAUSE",
-        {"name": "nodes/a"},
-        1.5,
-    )
+    assert (received.message, received.reason) == ("no such thing", "BECAUSE")
+    assert (received.metadata, received.retry_after) == ({"name": "nodes/a"}, 1.5)
 
 
 def test_a_bug_is_told_by_the_id_of_its_request() -> None:
@@ -90,11 +86,8 @@ def test_codes_that_we_do_not_send_are_faults_of_the_server(code: grpc.StatusCod
 
 def test_error_without_details_has_the_default_reason() -> None:
     error = status.from_rpc_error(AioRpcError(grpc.StatusCode.UNAVAILABLE, Metadata(), Metadata()))
-    assert (type(error), error.reason, error.message) == (
-        errors.UnavailableError,
-        "UNAVAILABLE",
-        "UNAVAILABLE",
-    )
+    assert type(error) is errors.UnavailableError
+    assert (error.reason, error.message) == ("UNAVAILABLE", "UNAVAILABLE")
 
 
 def test_reasons_of_another_domain_are_not_taken_for_ours() -> None:

@@ -102,9 +102,9 @@ def test_longer_steps_from_before_a_restart_are_no_gaps() -> None:
     """Steps of 10 s, a last minute that is one step, 5 s without the fleet, and then steps of 1 s."""
     before, after = ((10 * number, 10) for number in range(6)), ((125 + number, 1) for number in range(9))
     steps = [*before, (60, 60), *after]
+    whole = {"min": 1, "max": 1, "mean": 1}
     points = [
-        monitor_api.HistoryPoint(min=1, max=1, mean=1, sample_count=count, start_time={"seconds": at})
-        for at, count in steps
+        monitor_api.HistoryPoint(**whole, sample_count=n, start_time={"seconds": at}) for at, n in steps
     ]
     drawn = charts.band(monitor_api.HistorySeries(points=points), "utilization", "%")["series"]
     assert [len(one["data"]) for one in drawn] == [len(points)] * 3

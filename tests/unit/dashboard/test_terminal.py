@@ -22,10 +22,8 @@ def test_processes_are_told_with_their_gpu_and_user() -> None:
     gpu = Gpu(index=3, reading=GpuReading(processes=[train, GpuProcess(pid=8, user="guy")]))
     top._facts.nodes["nodes/atlas"] = Node(name="nodes/atlas", snapshot=Snapshot(gpus=[gpu]))
     shown = [[row[column] for column in TABLES["processes"]] for row in top._rows("processes", [])]
-    assert [(row[0], row[1], row[5], row[6]) for row in shown] == [
-        ("atlas/3", "ann", "7", "r1"),
-        ("atlas/3", "guy", "8", "none"),
-    ]
+    told = [(row[0], row[1], row[5], row[6]) for row in shown]
+    assert told == [("atlas/3", "ann", "7", "r1"), ("atlas/3", "guy", "8", "none")]
 
 
 def test_the_row_of_a_host_tells_its_cpu_and_memory_and_nothing_that_is_not_known() -> None:

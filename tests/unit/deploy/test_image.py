@@ -10,11 +10,8 @@ from ruamel.yaml import YAML
 from tests.unit.docs.pages import ROOT
 
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
-COPIED = [
-    path
-    for line in re.findall(r"^COPY (?!--from)(.*)$", DOCKERFILE, re.MULTILINE)
-    for path in line.split()[:-1]
-]
+COPIES = re.findall(r"^COPY (?!--from)(.*)$", DOCKERFILE, re.MULTILINE)
+COPIED = [path for line in COPIES for path in line.split()[:-1]]
 COMPOSE: dict[str, Any] = YAML(typ="safe").load(ROOT / "docker-compose.yml")
 OWN = {name: one for name, one in COMPOSE["services"].items() if one["image"] == "gpuscale:local"}
 
@@ -80,12 +77,8 @@ def test_workers_are_another_user_than_every_service() -> None:
     [state, *files] = adapter["volumes"]
     assert state == "workers:/var/lib/gpuscale-worker"
     assert all(file.endswith(":ro") for file in files)
-    assert not any(
-        "workers:" in volume
-        for name, one in OWN.items()
-        if name != "adapter"
-        for volume in one.get("volumes", ())
-    )
+    others = [one for name, one in OWN.items() if name != "adapter"]
+    assert not any("workers:" in volume for one in others for volume in one.get("volumes", ()))
     assert adapter["environment"]["GPUSCALE_ADAPTER_DATA_DIR"].startswith("/var/lib/gpuscale-worker/")
     assert "-o gpuscale-worker -g gpuscale-worker -m 0700 /var/lib/gpuscale-worker" in DOCKERFILE
 

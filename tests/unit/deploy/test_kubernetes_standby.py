@@ -30,10 +30,8 @@ def variables(workload: dict[str, Any]) -> dict[str, str]:
     pod = f"{workload['metadata']['name']}-1"
     said = {one["name"]: one.get("value", "") for one in container["env"] if "value" in one}
     if any("$(POD)" in value for value in said.values()):  # which means what stands before it alone
-        assert container["env"][0] == {
-            "name": "POD",
-            "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}},
-        }
+        name = {"fieldRef": {"fieldPath": "metadata.name"}}
+        assert container["env"][0] == {"name": "POD", "valueFrom": name}
     if any(one.get("valueFrom", {}).get("secretKeyRef") for one in container["env"]):
         [database] = [one for one in container["env"] if "secretKeyRef" in one.get("valueFrom", {})]
         assert database["valueFrom"]["secretKeyRef"] == {"name": "gpuscale-database", "key": "url"}
@@ -61,10 +59,8 @@ def addresses(service: str) -> tuple[str, ...]:
 
 
 def test_nothing_is_left_of_the_single_ones() -> None:
-    single, standby = (
-        {(one["kind"], one["metadata"]["name"]) for one in built(overlay)}
-        for overlay in ("single", "standby")
-    )
+    names = ({(one["kind"], one["metadata"]["name"]) for one in built(of)} for of in ("single", "standby"))
+    single, standby = names
     assert single - standby == {
         (kind, service) for kind in ("Deployment", "Service", "PersistentVolumeClaim") for service in SERVICES
     }

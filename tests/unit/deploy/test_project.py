@@ -11,12 +11,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 def test_h11_without_its_request_smuggling_alone_is_taken() -> None:
     """CVE-2025-43859."""
-    [h11] = [
-        found
-        for extra in PROJECT["optional-dependencies"].values()
-        for found in map(Requirement, extra)
-        if found.name == "h11"
-    ]
+    every = [one for extra in PROJECT["optional-dependencies"].values() for one in extra]
+    [h11] = [found for found in map(Requirement, every) if found.name == "h11"]
     assert not h11.specifier.contains("0.15.0")
     assert h11.specifier.contains("0.16.0")
 

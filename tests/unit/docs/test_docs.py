@@ -43,17 +43,10 @@ def test_every_link_to_a_heading_leads_to_one(page: Path) -> None:
 
 def test_every_page_that_code_speaks_of_is_there() -> None:
     folders = [ROOT / name for name in ("services", "tests", "tools", "bench", "deploy", "examples")]
-    files = [
-        path
-        for folder in folders
-        for path in folder.rglob("*")
-        if path.suffix in {".py", ".toml", ".yml", ".yaml"}
-    ]
-    named = {
-        name
-        for path in files
-        for name in re.findall(r"\bdocs/[\w/-]+\.md\b", path.read_text(encoding="utf-8"))
-    }
+    kinds = {".py", ".toml", ".yml", ".yaml"}
+    files = [path for folder in folders for path in folder.rglob("*") if path.suffix in kinds]
+    texts = [path.read_text(encoding="utf-8") for path in files]
+    named = {name for text in texts for name in re.findall(r"\bdocs/[\w/-]+\.md\b", text)}
     assert len(named) > 5
     assert sorted(name for name in named if not (ROOT / name).is_file()) == []
 
@@ -84,11 +77,8 @@ def test_every_file_in_the_table_of_the_architecture_exists() -> None:
 @pytest.mark.parametrize("room", ROOMS)
 def test_every_file_in_the_tables_of_a_room_exists(room: str) -> None:
     folder = SERVICES / room / "gpuscale" / ROOMS[room]
-    files = [
-        file
-        for cells in rows(read(f"internals/{room}.md"))
-        for file in re.findall(r"`([\w/]+\.py)`", " ".join(cells))
-    ]
+    cells = (" ".join(row) for row in rows(read(f"internals/{room}.md")))
+    files = [file for one in cells for file in re.findall(r"`([\w/]+\.py)`", one)]
     assert len(files) >= 5
     tests = {path.relative_to(ROOT / "tests") for path in (ROOT / "tests").rglob("test_*.py")}
     shown = {part for path in tests for part in (str(path), path.name)}

@@ -56,12 +56,8 @@ def test_a_line_of_dcgm_has_the_labels_of_dcgm_exporter_in_its_order() -> None:
 
 
 def test_a_mig_instance_bears_its_profile_and_is_told_from_its_twin() -> None:
-    twins = [
-        gpu(
-            0, uuid=f"MIG-{number}", mig_profile="1g.10gb", parent_uuid="GPU-00000000", gpu_instance_id=number
-        )
-        for number in (1, 2)
-    ]
+    part = {"mig_profile": "1g.10gb", "parent_uuid": "GPU-00000000"}
+    twins = [gpu(0, uuid=f"MIG-{number}", gpu_instance_id=number, **part) for number in (1, 2)]
     found = named(page(*twins), "DCGM_FI_DEV_FB_USED", GPU_I_PROFILE="1g.10gb", gpu="0", device="nvidia0")
     assert {one.labels["UUID"] for one in found} == {"MIG-1", "MIG-2"}
 

@@ -23,10 +23,8 @@ HOST_FIELDS = {name: field.number for name, field in types_api.HostReading.DESCR
 
 def delta(seq: int = 2, base_seq: int = 1, **numbers: tuple[float, ...]) -> Delta:
     """A delta with a table of numbers, by name of the field; of all GPUs."""
-    table = monitor_internal.GpuNumbers(
-        fields=[FIELDS[name] for name in numbers],
-        values=[one for column in numbers.values() for one in column],
-    )
+    values = [one for column in numbers.values() for one in column]
+    table = monitor_internal.GpuNumbers(fields=[FIELDS[name] for name in numbers], values=values)
     return Delta(seq=seq, base_seq=base_seq, age=to_duration(0.25), numbers=table if numbers else None)
 
 

@@ -247,10 +247,8 @@ def test_a_quarantine_of_a_run_before_is_on_the_first_snapshot_of_its_node_howev
     with nodes.connected(hello(), lambda: None) as stream:
         health.tick()
         assert nodes.take(stream, telemetry(snapshot(gpus=(gpu("GPU-1"), gpu("GPU-2")))))
-        assert [bool(one.quarantine) for one in to_node(nodes.get("alpha"), clock.now()).snapshot.gpus] == [
-            False,
-            True,
-        ]
+        gpus = to_node(nodes.get("alpha"), clock.now()).snapshot.gpus
+        assert [bool(one.quarantine) for one in gpus] == [False, True]
     assert not nodes.awaited
     nodes.forget("alpha")
     health.tick()

@@ -16,11 +16,8 @@ def test_banner() -> None:
     first, *rest = banner(running, UpSettings(data_dir=Path("/data")))
     assert first.startswith("gpuscale ")
     assert first.endswith(" is up at 127.0.0.1:7070")
-    assert rest == [
-        "  dashboard  gpuscalectl dashboard",
-        "  data       /data",
-        "  GPUs       2 SIMULATED: no hardware stands behind them",
-    ]
+    simulated = "2 SIMULATED: no hardware stands behind them"
+    assert rest == ["  dashboard  gpuscalectl dashboard", "  data       /data", f"  GPUs       {simulated}"]
 
 
 def test_the_banner_has_the_link_to_the_dashboard() -> None:

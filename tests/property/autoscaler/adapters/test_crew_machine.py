@@ -154,12 +154,9 @@ class CrewMachine(RuleBasedStateMachine):
             assert self.crew.reports() is None
 
     def tell(self) -> None:
-        self.crew.apply(
-            [
-                engine.Desired(engine.ReplicaOrder(name, "endpoints/e", {}), goal, "worker", DRAIN)
-                for name, goal in self.goals.items()
-            ]
-        )
+        orders = {name: engine.ReplicaOrder(name, "endpoints/e", {}) for name in self.goals}
+        of = [engine.Desired(orders[name], goal, "worker", DRAIN) for name, goal in self.goals.items()]
+        self.crew.apply(of)
 
     def round(self) -> None:
         """One round, and a look at what the engine was told in it."""

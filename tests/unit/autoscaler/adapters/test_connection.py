@@ -34,10 +34,8 @@ def test_a_reason_in_the_words_of_an_engine_never_has_a_whole_report_refused(
         replica="endpoints/e/replicas/r", state=api.Replica.STATE_STARTING, reason=one_line(text)
     )
     assert reported.reason == expected
-    assert (
-        violations(autoscaler_internal.ConnectRequest(report=autoscaler_internal.Report(replicas=[reported])))
-        == []
-    )
+    report = autoscaler_internal.Report(replicas=[reported])
+    assert violations(autoscaler_internal.ConnectRequest(report=report)) == []
 
 
 @pytest.mark.parametrize(
@@ -46,10 +44,8 @@ def test_a_reason_in_the_words_of_an_engine_never_has_a_whole_report_refused(
 def test_an_exit_code_that_the_contract_cannot_hold_is_not_known(code: int | None, told: int | None) -> None:
     wire = to_wire("endpoints/e/replicas/r", ReplicaReport(ReplicaState.FAILED, -1, code))
     assert (wire.exit_code if wire.HasField("exit_code") else None, wire.pid) == (told, 0)
-    assert (
-        violations(autoscaler_internal.ConnectRequest(report=autoscaler_internal.Report(replicas=[wire])))
-        == []
-    )
+    report = autoscaler_internal.Report(replicas=[wire])
+    assert violations(autoscaler_internal.ConnectRequest(report=report)) == []
 
 
 async def test_an_autoscaler_that_comes_late_is_found_within_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
