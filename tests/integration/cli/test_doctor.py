@@ -305,7 +305,7 @@ def test_clocks_and_versions_that_differ_and_hosts_that_are_away(
         node("patched", 0, own.rpartition(".")[0] + ".99"),
         node("gone", 0, own, monitor_api.NodeState.NODE_STATE_OFFLINE),
     ]
-    monkeypatch.setattr("gpuscale.cli.console.lookup.nodes", lambda _: nodes)
+    monkeypatch.setattr("gpuscale.cli.console.lookup.nodes", lambda *_: nodes)
     found = host.findings("--only", "fleet")
     clocks = {subject: one["state"] for (check, subject), one in found.items() if check == "clock"}
     right = dict.fromkeys(("nodes/well", "nodes/old", "nodes/patched"), "OK")
@@ -330,8 +330,8 @@ def test_adapters_and_brokers_that_are_away(host: Host, monkeypatch: pytest.Monk
     ]
     watcher = api.QueueWatcher(name="watchers/w", spec=api.QueueWatcherSpec(broker="default", queue="q"))
     watcher.status.state = api.QueueWatcherStatus.State.STATE_UNREACHABLE
-    monkeypatch.setattr("gpuscale.cli.console.lookup.adapters", lambda _: adapters)
-    monkeypatch.setattr("gpuscale.cli.console.lookup.watchers", lambda _: [watcher])
+    monkeypatch.setattr("gpuscale.cli.console.lookup.adapters", lambda *_: adapters)
+    monkeypatch.setattr("gpuscale.cli.console.lookup.watchers", lambda *_: [watcher])
     found = host.findings("--only", "fleet")
     assert found["adapter", "adapters/a"]["state"] == "OK"
     assert found["adapter", "adapters/b"]["state"] == "FAIL"
@@ -344,7 +344,7 @@ def test_signals_that_show_nothing_are_told_with_why(host: Host, monkeypatch: py
     decision.observations.add(signal="depth", status=api.Observation.STATUS_OK)
     silent = "Prometheus server main does not answer within 5 s"
     decision.observations.add(signal="load", status=api.Observation.STATUS_MISSING, detail=silent)
-    monkeypatch.setattr("gpuscale.cli.console.lookup.endpoints", lambda _: [endpoint, api.Endpoint()])
+    monkeypatch.setattr("gpuscale.cli.console.lookup.endpoints", lambda *_: [endpoint, api.Endpoint()])
     asked = {(decision.name,): [decision]}
     monkeypatch.setattr("gpuscale.cli.console.lookup.decisions", lambda _, names: asked[tuple(names)])
     found = host.findings("--only", "fleet")

@@ -83,12 +83,13 @@ def findings(session: Session, config: Path | None, only: str | None = None) -> 
             found.append(host.Diagnosis("settings", "this host", "WARN", why, "name the file: --config FILE"))
     if only != "host":
         session = of_host(session, config)
+        about = lookup.About(silent=session.silent)
         server, advice = "fleet" if session.apart else "gateway", "docs/operations.md#nothing-answers"
         try:
             with session.connect() as client:
                 for part, looks in _LOOKS.items():
                     try:
-                        found += (one for look in looks for one in look(client))
+                        found += (one for look in looks for one in look(client, about))
                     except GpuscaleError as error:
                         if error.reason == NO_ANSWER:
                             raise
@@ -123,11 +124,11 @@ def of_host(session: Session, config: Path | None) -> Session:
     return replace(session, address=fleet, apart=apart, without_token=own["token_file"] is None, **own)
 
 
-def _nodes(client: "Client") -> "Iterator[host.Diagnosis]":
+def _nodes(client: "Client", about: lookup.About) -> "Iterator[host.Diagnosis]":
     from gpuscale.client.states import clock_ahead, node_state, problem
 
     own = version("gpuscale")
-    found = lookup.nodes(client)
+    found = lookup.nodes(client, (), about)
     if not found:
         advice = "start gpuscale-agent on each GPU host"
         yield host.Diagnosis("node", "all", "WARN", "no agent reports", advice)
@@ -157,8 +158,8 @@ def _nodes(client: "Client") -> "Iterator[host.Diagnosis]":
             )
 
 
-def _adapters(client: "Client") -> "Iterator[host.Diagnosis]":
-    for one in lookup.adapters(client):
+def _adapters(client: "Client", about: lookup.About) -> "Iterator[host.Diagnosis]":
+    for one in lookup.adapters(client, (), about):
         if one.state == autoscaler_api.Adapter.STATE_CONNECTED:
             yield host.Diagnosis("adapter", one.name, "OK", one.kind)
         else:
@@ -167,9 +168,9 @@ def _adapters(client: "Client") -> "Iterator[host.Diagnosis]":
             yield host.Diagnosis("adapter", one.name, "FAIL", f"not heard of since {since}", advice)
 
 
-def _watchers(client: "Client") -> "Iterator[host.Diagnosis]":
+def _watchers(client: "Client", about: lookup.About) -> "Iterator[host.Diagnosis]":
     states = autoscaler_api.QueueWatcherStatus.State
-    for one in lookup.watchers(client):
+    for one in lookup.watchers(client, (), about):
         if one.status.state in {states.STATE_OK, states.STATE_PENDING}:
             yield host.Diagnosis("broker", one.name, "OK", "its queue is read")
         else:
@@ -177,10 +178,10 @@ def _watchers(client: "Client") -> "Iterator[host.Diagnosis]":
             yield host.Diagnosis("broker", one.name, "FAIL", found, "gpuscalectl get watchers -o wide")
 
 
-def _signals(client: "Client") -> "Iterator[host.Diagnosis]":
+def _signals(client: "Client", about: lookup.About) -> "Iterator[host.Diagnosis]":
     """Signals that did not count at an endpoint's latest decision, as of a Prometheus server that does not answer."""
     status = autoscaler_api.Observation.Status
-    named = [name for one in lookup.endpoints(client) if (name := one.status.latest_decision)]
+    named = [name for one in lookup.endpoints(client, (), about) if (name := one.status.latest_decision)]
     for decision in lookup.decisions(client, named) if named else ():
         endpoint = decision.name.partition("/decisions/")[0]
         for one in decision.observations:
@@ -190,16 +191,16 @@ def _signals(client: "Client") -> "Iterator[host.Diagnosis]":
                 yield host.Diagnosis("signal", f"{endpoint} {one.signal}", "WARN", found, advice)
 
 
-def _state(service: str, client: "Client") -> "Iterator[host.Diagnosis]":
+def _state(service: str, client: "Client", about: lookup.About) -> "Iterator[host.Diagnosis]":
     """Check that a service can read its state, and write it."""
-    told = lookup.told(client, service)
+    told = lookup.told(client, service, about.silent)
     leader = f"; {told[LEADER_KEY]} leads" if LEADER_KEY in told else ""
     wrong = told.get(PROBLEM_KEY, "")
     text, advice = f"{wrong or 'answers'}{leader}", "docs/operations.md#nothing-answers" if wrong else ""
     yield host.Diagnosis("service", service, "FAIL" if wrong else "OK", text, advice)
 
 
-_LOOKS: "dict[str, Sequence[Callable[[Client], Iterator[host.Diagnosis]]]]" = {
+_LOOKS: "dict[str, Sequence[Callable[[Client, lookup.About], Iterator[host.Diagnosis]]]]" = {
     "fleet": (partial(_state, "fleet"), _nodes),
     "allocator": (partial(_state, "allocator"),),
     "autoscaler": (partial(_state, "autoscaler"), _adapters),
@@ -308,16 +309,17 @@ def _open(value: object) -> object:
 
 def server_files(session: Session) -> Iterator[tuple[str, str]]:
     """The server's state; a service that does not answer is replaced by its error."""
+    about = lookup.About(silent=session.silent)
     reads: Mapping[str, Callable[[Client], list[Message]]] = {
-        "nodes": lambda client: [*lookup.nodes(client)],
-        "health": lambda client: [*lookup.health(client, ended=True)],
-        "cordons": lambda client: [*lookup.cordons(client)],
-        "reservations": lambda client: [*lookup.reservations(client)],
-        "endpoints": lambda client: [*lookup.endpoints(client)],
-        "replicas": lambda client: [*lookup.replicas(client, ended=True)],
-        "adapters": lambda client: [*lookup.adapters(client)],
-        "watchers": lambda client: [*lookup.watchers(client)],
-        "decisions": lambda client: [*lookup.decisions(client, limit=NEWEST)],
+        "nodes": lambda client: [*lookup.nodes(client, (), about)],
+        "health": lambda client: [*lookup.health(client, (), about, ended=True)],
+        "cordons": lambda client: [*lookup.cordons(client, (), about)],
+        "reservations": lambda client: [*lookup.reservations(client, (), about)],
+        "endpoints": lambda client: [*lookup.endpoints(client, (), about)],
+        "replicas": lambda client: [*lookup.replicas(client, (), about, ended=True)],
+        "adapters": lambda client: [*lookup.adapters(client, (), about)],
+        "watchers": lambda client: [*lookup.watchers(client, (), about)],
+        "decisions": lambda client: [*lookup.decisions(client, (), about, limit=NEWEST)],
     }
     for name, read in reads.items():
         try:

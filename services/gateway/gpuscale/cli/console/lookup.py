@@ -10,8 +10,8 @@ import re
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
@@ -31,8 +31,9 @@ from gpuscale.cli.grammar.parameters import decoded, local_text
 from gpuscale.client import Client, GpuscaleError, Mirror, pages, watch
 from gpuscale.client.asks import default_holder
 from gpuscale.common import names
-from gpuscale.common.errors import DeadlineExceededError, InvalidArgumentError, NotFoundError
+from gpuscale.common.errors import DeadlineExceededError, InvalidArgumentError, NotFoundError, UnavailableError
 from gpuscale.common.filters import compile_filter, compile_order
+from gpuscale.common.rpc.wrapped_channel import NOT_LEADER
 from gpuscale.common.wire import ANY_TIME, TimeRange, to_datetime, to_timestamp
 
 M = TypeVar("M", bound=Message)
@@ -93,21 +94,28 @@ class About:
         return found[:limit]
 
     def _pages(self, method: Any, request: Any) -> Iterator[Any]:
-        """The pages of a list; DeadlineExceededError at once if it, or two others of its service, were silent before.
+        """The pages of a list; an error at once if it, or two others of its service, were silent before, or nobody leads that.
 
         After any list that was silent, it is waited for a moment.
         """
         name, package = request.DESCRIPTOR.full_name, request.DESCRIPTOR.file.package
         of_service = [one for key, one in (self.silent or {}).items() if key.startswith(f"{package}.")]
-        hangs = len(of_service) > 1  # the service, and not one list
+        hangs = len(of_service) > 1 or any(one.reason == NOT_LEADER for one in of_service)  # and not one list
         if self.silent and (name in self.silent or hangs):
             raise self.silent.get(name, of_service[0])
-        try:
+        with _noting(self.silent, name):
             yield from pages(partial(method, timeout=MOMENT) if self.silent else method, request)
-        except DeadlineExceededError as error:
-            if self.silent is not None:
-                self.silent[name] = error
-            raise
+
+
+@contextmanager
+def _noting(silent: dict[str, GpuscaleError] | None, name: str) -> Generator[None]:
+    """Add an error of a request that was waited for in vain to `silent`."""
+    try:
+        yield
+    except (DeadlineExceededError, UnavailableError) as error:
+        if silent is not None and (isinstance(error, DeadlineExceededError) or error.reason == NOT_LEADER):
+            silent[name] = error
+        raise
 
 
 EVERYTHING = About()
@@ -270,19 +278,15 @@ def gpu_uuid(client: Client, typed: str) -> str:
 
 
 def told(client: Client, service: str, silent: dict[str, GpuscaleError] | None = None) -> dict[str, str]:
-    """What a service tells beside an answer: its version, who leads and its problem. One that hangs is added to `silent`."""
+    """What a service tells beside an answer: its version, who leads and its problem. `silent` is that of a session."""
     methods: dict[str, tuple[Any, Any]] = {
         "fleet": (client.fleet.ListNodes, monitor_api.ListNodesRequest),
         "allocator": (client.allocator.ListReservations, allocator_api.ListReservationsRequest),
         "autoscaler": (client.endpoints.ListEndpoints, api.ListEndpointsRequest),
     }
     method, request = methods[service]
-    try:
-        _, call = method.with_call(request(page_size=1))
-    except DeadlineExceededError as error:
-        if silent is not None:
-            silent[request.DESCRIPTOR.full_name] = error
-        raise
+    with _noting(silent, request.DESCRIPTOR.full_name):
+        _, call = method.with_call(request(page_size=1), **({"timeout": MOMENT} if silent else {}))
     return {key: str(value) for key, value in call.trailing_metadata() or ()}
 
 
