@@ -210,7 +210,8 @@ async def call(served: Served, tls: ClientTls) -> None:
 async def test_certificates_serve_and_name_callers(tmp_path: Path) -> None:
     folder = tmp_path / "pki"
     assert certs("init", "--dir", str(folder), "--host", "127.0.0.1", "--host", "gateway.example").code == 0
-    issued = certs("issue", "alice", "--dir", str(folder), "--role", "operator", "-o", "json")
+    at = ("--dir", str(folder), "--host", "127.0.0.1")
+    issued = certs("issue", "alice", *at, "--role", "operator", "-o", "json")
     assert json.loads(issued.out)["certificates"][0]["name"] == "alice"
     keys = [path for path in folder.iterdir() if path.suffix == ".key"]
     assert {stat.S_IMODE(path.stat().st_mode) for path in keys} == {0o600}
@@ -226,10 +227,13 @@ async def test_certificates_serve_and_name_callers(tmp_path: Path) -> None:
     async with serve(Allocator(work), options=options, authenticator=authenticator) as served:
         await call(served, client)
         before = read_pair(folder, "server").certificate.serial_number
-        assert certs("init", "--dir", str(folder), "--host", "127.0.0.1").code == 0
+        assert certs("init", *at).code == 0
         assert read_pair(folder, "server").certificate.serial_number != before
         await call(served, client)
-    assert [(one.name, one.role) for one in seen] == [("alice", Role.OPERATOR)] * 2
+    server = ServerTls(folder / "alice.crt", folder / "alice.key", folder / "ca.crt")  # as /metrics of a host
+    async with serve(Allocator(work), options=ServerOptions(tls=server), authenticator=authenticator) as served:
+        await call(served, client)
+    assert [(one.name, one.role) for one in seen] == [("alice", Role.OPERATOR)] * 3
 
 
 def test_a_certificate_that_is_renewed_keeps_the_names_that_it_is_for(tmp_path: Path) -> None:

@@ -95,6 +95,7 @@ def init(session: Session, directory: Path, host: tuple[str, ...], days: int) ->
     help="What its holder may do; gateway: call on behalf of the callers it authenticated.",
 )
 @option("--trust-domain", default="gpuscale.local", metavar="NAME", help="Trust domain of the SPIFFE id.")
+@repeated("--host", metavar="NAME", help="Name or IP address at which it also serves, as /metrics of a host.")
 @DAYS
 @REVOKED_FILE
 def issue_client(
@@ -103,6 +104,7 @@ def issue_client(
     directory: Path,
     role: str,
     trust_domain: str,
+    host: tuple[str, ...],
     days: int,
     revoked_file: Path | None,
 ) -> None:
@@ -112,7 +114,7 @@ def issue_client(
     uri = f"spiffe://{trust_domain}/gpuscale/{role}/{name}"
     with _using(directory):
         begins = _deny_list(revoked_file).names.get(name)
-        subject = pki.CertificateSubject(name, uri=uri)
+        subject = pki.CertificateSubject(name, host, uri)
         pki.issue(pki.read_pair(directory, "ca"), subject, days, begins=begins).write(directory, name)
     calls = "for its callers" if role == GATEWAY else f"as {role}"
     note(f"{name} calls {calls}, with --cert-file and --key-file: {uri}")
