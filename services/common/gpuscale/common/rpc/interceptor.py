@@ -364,13 +364,16 @@ class Guard:
                 async for response in responses:
                     await context.write(response)
         finally:
-            close()
+            if close is not None:
+                close()
         return None
 
-    def _open_stream(self, context: Context, task: _Task, principal: Principal | None) -> Callable[[], None]:
-        """Register a stream, which ends soon after its token or certificate expires or is revoked; returns what closes it.
+    def _open_stream(
+        self, context: Context, task: _Task, principal: Principal | None
+    ) -> Callable[[], None] | None:
+        """Register a stream, which ends soon after its token or certificate expires or is revoked.
 
-        No context manager: its generator takes half a KB, and there are thousands of streams.
+        Returns what closes it, if anything does: the generator of a context manager would take half a KB for each of thousands.
         """
         calls = self._settings.calls
         if principal is None:
@@ -378,7 +381,7 @@ class Guard:
         else:
             calls.enter_stream(task)
         if principal is None or principal.kind not in {"token", "certificate", "gateway"}:
-            return _nothing_to_close
+            return None
         loop = asyncio.get_running_loop()
         timer: asyncio.TimerHandle
 
@@ -410,10 +413,6 @@ class Guard:
         """Log a bug; the caller gets only the request id, which is in the log line."""
         _log.error("call failed unexpectedly", method=self._path, exc_info=error or True)
         return errors.InternalError(f"internal error, request {call_id.get()}")
-
-
-def _nothing_to_close() -> None:
-    """Close a stream that is not looked at again."""
 
 
 _REQUEST_ID_KEYS: Final = (REQUEST_ID_KEY, "x-request-id")

@@ -50,7 +50,6 @@ class Nodes:
         self.feed: ResourceFeed[NodeRecord] = ResourceFeed(
             api.WatchNodesResponse, lambda record, _: to_node(record, clock.now()), shared=SHARED_SECONDS
         )
-        self._left = self._leave  # one for all streams
         self.observers: tuple[Observer, ...] = ()
         self.fault_observers: tuple[FaultObserver, ...] = ()
         self.awaited: set[str] = set()
@@ -130,11 +129,12 @@ class Nodes:
             record.stream.end()
         record.epoch = epoch
         record.agent_version = hello.agent_version
-        record.stream = stream = AgentStream(record, epoch, end, self._left)
+        record.stream = stream = AgentStream(record, epoch, end, self.left)
         self._changed(record, now)
         return stream
 
-    def _leave(self, stream: AgentStream) -> None:
+    def left(self, stream: AgentStream) -> None:
+        """Note that the block of a stream ended."""
         if stream.record.stream is stream:
             stream.record.stream = None
             self._changed(stream.record, self._clock.now())
