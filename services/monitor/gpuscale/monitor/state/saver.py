@@ -129,7 +129,8 @@ class Saver:
                     changed += [(key, number, body) for number, body in chunks(rows, width, shift)]
             await asyncio.sleep(0)
         await self._write(texts, changed)
-        self._saved = {key: last for key, last in (self._saved | newest).items() if self._history.get(key)}
+        there = dict(self._history.all())  # `get` would shorten all at once
+        self._saved = {key: last for key, last in (self._saved | newest).items() if key in there}
 
     async def save_recording(self, key: str) -> None:
         """Write one recording, or its deletion. Raises as `save`."""
