@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Collection, Mapping
 from contextlib import asynccontextmanager
+from typing import Any
 
 from gpuscale.allocator.domain.bookings import Bookings
 from gpuscale.allocator.domain.ledger import Ledger
@@ -19,10 +20,25 @@ from tests.support.allocator_values import plain_node, reserved
 from tests.support.clock import LoopClock
 
 
-class NoDisk:
-    """A store that is done at once, or fails while `broken`; it counts what is changed and forgotten at a time."""
+class Disk:
+    """A store whose writes can be begun, too."""
 
     short = False
+
+    async def save(
+        self, added: list[Reservation], changed: list[Reservation], begun: list[Reservation], also: object
+    ) -> None:
+        raise NotImplementedError
+
+    def begin(self, *what: Any) -> bool:
+        *saved, done = what
+        saving = asyncio.ensure_future(self.save(*saved))
+        saving.add_done_callback(lambda one: one.cancelled() or done(one.exception(), None))
+        return True
+
+
+class NoDisk(Disk):
+    """A store that is done at once, or fails while `broken`; it counts what is changed and forgotten at a time."""
 
     def __init__(self) -> None:
         self.broken = False

@@ -1,17 +1,19 @@
 """Changes are written in groups: alone at once, together where several callers are at work; virtual time throughout."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
 from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import Reservation
 from gpuscale.allocator.state import commits
-from gpuscale.common.errors import UnavailableError
+from gpuscale.common.errors import AbortedError, UnavailableError
 from gpuscale.common.runtime.tasks import TaskScope
 from tests.support.allocator_values import WALL, order, reserved
+from tests.unit.allocator.queue_site import Disk
 
 pytestmark = pytest.mark.looptime
 
@@ -20,23 +22,25 @@ WORK = 0.00025
 TURNS = 10
 
 
-class CountingDisk:
-    """A store that takes as long as an fsync and notes when it was written and how much."""
-
-    short = False
+class CountingDisk(Disk):
+    """A store that takes as long as an fsync and notes when it was written and how much; `errors` are of the first writes."""
 
     def __init__(self) -> None:
         self.groups: list[tuple[float, int]] = []
+        self.begun = 0
+        self.errors: list[Exception] = []
 
     async def save(
-        self,
-        added: Sequence[Reservation],
-        changed: Sequence[Reservation],
-        begun: Sequence[Reservation],
-        also: object,
+        self, added: list[Reservation], changed: list[Reservation], begun: list[Reservation], also: object
     ) -> None:
         self.groups.append((asyncio.get_running_loop().time(), len(added) + len(changed)))
         await asyncio.sleep(FSYNC)
+        if self.errors:
+            raise self.errors.pop(0)
+
+    def begin(self, *what: Any) -> bool:
+        self.begun += 1
+        return super().begin(*what)
 
     @property
     def sizes(self) -> list[int]:
@@ -78,6 +82,43 @@ async def test_a_change_that_comes_alone_is_written_at_once() -> None:
             assert asyncio.get_running_loop().time() - began == pytest.approx(FSYNC)
             await asyncio.sleep(1.0)
     assert of.disk.sizes == [1, 1, 1]
+
+
+async def test_a_change_that_comes_alone_is_begun_in_its_own_turn_of_the_loop_and_others_wait_for_it() -> None:
+    async with desk() as of:
+        await asyncio.sleep(0)
+        first = of.grant()
+        assert of.disk.begun == 1
+        others = [of.grant(), of.grant(2)]
+        assert [await one for one in (first, *others)] == [None] * 3
+        assert (of.disk.begun, of.disk.sizes) == (1, [1, 3])
+
+
+async def test_a_change_that_the_state_refuses_is_written_once_more_before_those_that_came_meanwhile() -> None:
+    async with desk() as of:
+        await asyncio.sleep(0)
+        of.disk.errors.append(AbortedError("refused", reason="STATE_CONFLICT"))
+        first, second = of.grant(), of.grant(2)
+        assert [await first, await second] == [None, None]
+        assert of.disk.sizes == [1, 3]
+
+
+async def test_a_change_that_cannot_be_written_is_undone_at_once() -> None:
+    async with desk() as of:
+        await asyncio.sleep(0)
+        of.disk.errors.append(error := UnavailableError("no disk", reason="STATE_UNAVAILABLE"))
+        assert await of.grant() is error
+        assert not of.ledger.live
+        assert of.disk.sizes == [1]
+
+
+async def test_an_error_of_who_is_told_of_a_change_ends_the_task() -> None:
+    with pytest.raises(KeyError):
+        async with desk() as of:
+            await asyncio.sleep(0)
+            of.changes.on_change(lambda one, _: {}[one.id])
+            of.grant()
+            await asyncio.sleep(1)
 
 
 @pytest.mark.parametrize("callers", [4, 16, 64])

@@ -10,6 +10,7 @@ uncordon.
 """
 
 import asyncio
+import sys
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from gpuscale.common.runtime import tasks
 
 _Error = UnavailableError | None
 _Pair = tuple[Reservation | None, Reservation]
+_What = tuple[Sequence[Reservation], Sequence[Reservation], Sequence[Reservation], Sequence[Letter]]
 _TOLD = attrgetter("fence", "ttl", "revoke_at", "job")
 """Changes of a live reservation that are reported to watchers and targets: a renewal alone is not."""
 
@@ -183,6 +185,7 @@ class Commits:
         self._waiting: list[_Unit] = []
         self._size = 0
         self._filled: asyncio.Future[None] | None = None  # what `run` waits for while nothing waits
+        self._alone = False  # whether a change is being written meanwhile
         self._window = GroupWindow()
         self._all = asyncio.Event()
         self._under_way: dict[str, Outcome] = {}
@@ -231,16 +234,48 @@ class Commits:
         self, kind: _Kind, reservations: Sequence[Reservation], before: Sequence[Reservation] = ()
     ) -> Outcome:
         outcome = Outcome()
-        self._waiting.append(_Unit(kind, reservations, outcome, before))
-        self._size += len(reservations)
-        if (filled := self._filled) is not None and not filled.done():
-            filled.set_result(None)
-        elif self._size >= self._window.expected:
-            self._all.set()
         if kind is not _Kind.CHANGE:
             for one in reservations:
                 self._under_way[one.id] = outcome
+        unit = _Unit(kind, reservations, outcome, before)
+        idle = None if self._alone else self._filled
+        if idle is not None and not idle.done() and self._begun_alone(unit, idle):
+            return outcome
+        self._waiting.append(unit)
+        self._size += len(reservations)
+        if idle is not None and not idle.done():
+            idle.set_result(None)
+        elif self._size >= self._window.expected:
+            self._all.set()
         return outcome
+
+    def _begun_alone(self, unit: _Unit, filled: asyncio.Future[None]) -> bool:
+        """Begin to write a change that none is to wait for in this very turn of the loop, if it can be; `run` does the rest."""
+        size, clock = len(unit.reservations), asyncio.get_running_loop().time
+        if size < self._window.expected or self._store.short or tasks.failpoints_set():
+            return False
+        *what, told = self._what([unit])
+        began = clock()
+
+        def done(error: Exception | None, _: object) -> None:
+            try:
+                if error is None or isinstance(error, UnavailableError):
+                    if told and error is None:
+                        self._posted(told)
+                    self._written([unit], error)
+                    self._window.wrote(size, self._size, clock() - began)
+                else:  # nothing was written, and `run` finds out why
+                    self._waiting.insert(0, unit)
+                    self._size += size
+            finally:
+                self._alone, bug = False, sys.exception()
+                if isinstance(bug, Exception) and not filled.done():
+                    filled.set_exception(bug)
+                elif self._waiting and not filled.done():
+                    filled.set_result(None)
+
+        self._alone = self._store.begin(*what, partial(post, letters=told) if told else None, done)
+        return self._alone
 
     async def _write(self, group: list[_Unit]) -> None:
         """Write a group in one transaction; if the state refuses any of it, each unit in its own."""
@@ -262,11 +297,14 @@ class Commits:
             error = await self._save(group)
         if error is not None and error.reason == "STATE_CONFLICT" and len(group) > 1:
             for unit in group:
-                self._settle(unit, await self._save([unit]))
+                self._written([unit], await self._save([unit]))
         else:
-            # Of two failed changes of one reservation the later is undone first.
-            for unit in group if error is None else reversed(group):
-                self._settle(unit, error)
+            self._written(group, error)
+
+    def _written(self, group: Sequence[_Unit], error: UnavailableError | None) -> None:
+        # Of two failed changes of one reservation the later is undone first.
+        for unit in group if error is None else reversed(group):
+            self._settle(unit, error)
         if ends := [unit for unit in group if unit.kind is _Kind.END]:
             self._changes.room(_nodes(ends))
 
@@ -286,6 +324,17 @@ class Commits:
     async def _save(self, group: Sequence[_Unit]) -> UnavailableError | None:
         if not group:  # all was refused; an empty write would be witnessed, and missed at the next start
             return None
+        *what, told = self._what(group)
+        try:
+            await self._store.save(*what, partial(post, letters=told) if told else None)
+        except UnavailableError as error:
+            return error
+        if told:
+            self._posted(told)
+        return None
+
+    def _what(self, group: Sequence[_Unit]) -> _What:
+        """What is new, changed and begun in a group, and the letters to write with it."""
         added: list[Reservation] = []
         changed: list[Reservation] = []
         begun: list[Reservation] = []
@@ -300,14 +349,7 @@ class Commits:
                     news.append((was, now))
                     if was is not None and was.fence != now.fence:
                         begun.append(now)
-        told = self._letters(news) if news else ()
-        try:
-            await self._store.save(added, changed, begun, partial(post, letters=told) if told else None)
-        except UnavailableError as error:
-            return error
-        if told:
-            self._posted(told)
-        return None
+        return added, changed, begun, self._letters(news) if news else ()
 
     def _settle(self, unit: _Unit, error: UnavailableError | None) -> None:
         """Tell the ledger and listeners of a written unit, or undo it."""

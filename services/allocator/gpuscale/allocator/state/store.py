@@ -207,6 +207,18 @@ class AllocatorStore:
         beside = self.beside(changed) if changed else None
         await self._write(partial(self._save, beside, added, changed, begun, also), added)
 
+    def begin(
+        self,
+        added: _Reservations,
+        changed: _Reservations,
+        begun: _Reservations,
+        also: _Work,
+        done: Callable[[Exception | None, object], None],
+    ) -> bool:
+        """Start what `save` does, in the turn of its caller; `done` gets the store's error. False if that cannot be now."""
+        beside = self.beside(changed) if changed else None
+        return self._store.begin(partial(self._save, beside, added, changed, begun, also), done)
+
     def _save(
         self,
         beside: _Work,

@@ -208,6 +208,10 @@ class Store:
             Store.failures += 1
             raise
 
+    def begin(self, work: Callable[[Connection], T], done: "_Done[T]") -> bool:
+        """Start work as `write` does what `frees`, without a task: `done` is called on the loop. False if that cannot be now."""
+        return self._writer.begin(work, done)
+
     async def read(self, work: Callable[[Connection], T]) -> T:
         """Run `work` in the reader thread on the committed state; it cannot write. Raises as `write`."""
         return await self._reader.submit(work)
@@ -316,13 +320,17 @@ def _query(backend: Backend, connection: Connection, group: Sequence["_Job[Any]"
             job.error = job.error or backend.failure(error)
 
 
-class _Job(Generic[T]):
-    """A unit of work, its result, and the future of its caller. As a context manager it stores any error."""
+_Done: TypeAlias = Callable[[Exception | None, Sequence[T]], None]
+"""Told of the error of a job, or of its result."""
 
-    def __init__(self, work: Callable[[Connection], T], future: asyncio.Future[T]) -> None:
+
+class _Job(Generic[T]):
+    """A unit of work, its result, and who is told of it. As a context manager it stores any error."""
+
+    def __init__(self, work: Callable[[Connection], T], done: _Done[T]) -> None:
         self.error: Exception | None = None
         self._work = work
-        self._future = future
+        self._done = done
         self._values: list[T] = []
 
     def run(self, connection: Connection) -> None:
@@ -331,13 +339,8 @@ class _Job(Generic[T]):
             self._values.append(self._work(connection))
 
     def settle(self) -> None:
-        """Resolve the future; called on the event loop."""
-        if self._future.done():
-            return
-        if self.error is None:
-            self._future.set_result(self._values[0])
-        else:
-            self._future.set_exception(self.error)
+        """Tell its outcome; called on the event loop."""
+        self._done(self.error, self._values)
 
     def __enter__(self) -> None: ...
 
@@ -383,16 +386,22 @@ class _Worker:
         await self._ended
         self._thread.join()
 
+    def begin(self, work: Callable[[Connection], T], done: _Done[T]) -> bool:
+        """Start work; False, and nothing, if it is closed or too much waits."""
+        if self._closed or self._queue.qsize() >= MAX_WAITING:
+            return False
+        self._queue.put(_Job(work, done))
+        return True
+
     async def submit(self, work: Callable[[Connection], T]) -> T:
+        future: asyncio.Future[T] = self._loop.create_future()
+        if self.begin(work, partial(_answer, future)):
+            return await future
         if self._closed:
             raise UnavailableError("the state is closed", reason="STORE_CLOSED")
-        if self._queue.qsize() >= MAX_WAITING:
-            raise ResourceExhaustedError(
-                "too many reads and writes of the state are waiting", reason="STORE_BUSY", retry_after=1.0
-            )
-        future: asyncio.Future[T] = self._loop.create_future()
-        self._queue.put(_Job(work, future))
-        return await future
+        raise ResourceExhaustedError(
+            "too many reads and writes of the state are waiting", reason="STORE_BUSY", retry_after=1.0
+        )
 
     def _run(self) -> None:
         failure: GpuscaleError | None = None
@@ -441,6 +450,15 @@ class _Worker:
         _settle(left)
         if not self._ended.done():
             self._ended.set_result(None)
+
+
+def _answer(future: asyncio.Future[T], error: Exception | None, values: Sequence[T]) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(values[0])
+    else:
+        future.set_exception(error)
 
 
 def _settle(jobs: Sequence[_Job[Any]]) -> None:
