@@ -254,7 +254,7 @@ def test_a_grant_to_the_first_of_a_thousand_costs_one_round() -> None:
     assert sum(len(step.moved) for step in looked if isinstance(step, Looked)) == 999
     assert len(looked) <= 2 + 999 / MOST_AT_ONCE, "those who are alike are answered together"
     assert line.world.placements == 2, "for the first, and for all others"
-    assert line.world.imagined <= 2, "for the promise to who is first now"
+    assert line.world.imagined == 1, "for the promise to who is first now"
 
 
 def leased(*ttls: float) -> Line:

@@ -41,12 +41,12 @@ Kept: TypeAlias = Promise | Booking
 """What is kept for somebody else: GPUs or, with `whole_nodes`, the nodes."""
 
 
-def make_promise(waiter: Waiter, ask: Ask, world: QueueWorld, now: float) -> Promise | None:
+def make_promise(waiter: Waiter, ask: Ask, world: QueueWorld, now: float, *, refused: bool) -> Promise | None:
     """Promise the GPUs that will be free soonest if every lease ends in time; None if that is not enough.
 
-    `ask` is the waiter's, beside what is promised to others.
+    `ask` is the waiter's, beside what is promised to others, and known to be `refused` while nothing ends or not.
     """
-    found = fewest(ask, [], world.ending_first(), world, now)
+    found = fewest(ask, [], world.ending_first(), world, now, refused=refused)
     if found is None:
         return None
     pick, freed = found
@@ -114,11 +114,12 @@ def fewest(
     world: QueueWorld,
     now: float,
     least: int = 0,
+    refused: bool = False,
 ) -> tuple[Pick, Sequence[LeaseTerms]] | None:
     """The shortest prefix of `leases` whose end makes room, beside those in `freed`; None if even all do not.
 
     Freeing more never leaves less room, so it tries growing prefixes, then bisects between the last two: the cost grows with
-    the leases that must end, not with all there are; less if `least` of them are known to be needed.
+    the leases that must end, not with all there are; less if `least` of them are known to be needed, or one (`refused`).
     """
     taken: list[LeaseTerms] = []
     coming = iter(leases)
@@ -127,7 +128,7 @@ def fewest(
         found = world.place_after(ask, now, [*freed, *(lease.id for lease in taken[:count])])
         return found if isinstance(found, Pick) else None
 
-    low, more = least, 1
+    low, more = least or int(refused), 1
     while True:
         taken += islice(coming, least + more - len(taken))
         if best := place(len(taken)):

@@ -399,7 +399,7 @@ class Queue:
                     self._version += 1
                     yield Grant(waiter, found)
                     continue
-                yield from self._keep(waiter, found, changed, now, first=head is None)
+                yield from self._keep(waiter, found, changed, refused, now, first=head is None)
                 if self._waiters.get(waiter.order.request_id) is not waiter:
                     continue
                 if found.reason is not Reason.QUOTA_EXCEEDED and not waiter.order.booking:
@@ -468,7 +468,14 @@ class Queue:
         return found
 
     def _keep(
-        self, waiter: Waiter, found: QueueObstacle, changed: Changed, now: float, *, first: bool
+        self,
+        waiter: Waiter,
+        found: QueueObstacle,
+        changed: Changed,
+        refused: Collection[Ask],
+        now: float,
+        *,
+        first: bool,
     ) -> Iterator[Revoke]:
         """Keep a promise for a request that does not fit, if it is the first or leases end for it."""
         promise = self._promises.get(waiter)
@@ -490,7 +497,7 @@ class Queue:
                 if owner is not waiter and not promised.victims:
                     self._give_up(owner)
             if promise is None and (self._unpromised != (waiter, ask) or _could_help(changed, ask)):
-                promise = make_promise(waiter, ask, self._world, now)
+                promise = make_promise(waiter, ask, self._world, now, refused=ask in refused)
                 self._unpromised = None if promise else (waiter, ask)
         elif promise is not None and not promise.victims:
             promise = None
