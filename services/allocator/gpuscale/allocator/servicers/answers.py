@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from datetime import datetime, timedelta
+from functools import cache
 from typing import TypeAlias
 
 from google.protobuf.duration_pb2 import Duration
@@ -204,22 +205,19 @@ def put_score(message: api.GpuScore, score: Score) -> api.GpuScore:
     return message
 
 
+@cache
 def reason_to_wire(reason: str) -> api.NoRoomReason.ValueType:
     """The enum value of a no-room reason; unspecified for none."""
     return api.NoRoomReason.Value(f"NO_ROOM_REASON_{reason or 'UNSPECIFIED'}")
 
 
-def from_place(place: QueuePlace, now: float, since: float) -> api.QueuePlace:
-    """The message of a place in the queue, at `now`, for a caller waiting since `since`."""
-    message = api.QueuePlace(
-        position=place.position,
-        message=place.obstacle.message,
-        reason=reason_to_wire(place.obstacle.reason),
-        waited=wire.to_duration(max(0.0, now - since)),
-        order=place.order,
-    )
+def put_place(message: api.QueuePlace, place: QueuePlace, now: float, since: float) -> None:
+    """Fill the message of a place in the queue, at `now`, for a caller waiting since `since`."""
+    obstacle = place.obstacle
+    message.position, message.message, message.order = place.position, obstacle.message, place.order
+    message.reason = reason_to_wire(obstacle.reason)
+    _put_seconds(message.waited, max(0.0, now - since))
     put_estimate(message, place, now)
-    return message
 
 
 def put_estimate(message: api.QueuePlace | api.Job, place: QueuePlace, now: float) -> None:
@@ -227,4 +225,4 @@ def put_estimate(message: api.QueuePlace | api.Job, place: QueuePlace, now: floa
     best = place.foreseen or Foreseen(place.start)
     for suffix, at in (("", best.start), ("_low", best.earliest), ("_high", best.latest)):
         if at is not None:
-            getattr(message, f"estimated_wait{suffix}").CopyFrom(wire.to_duration(max(0.0, at - now)))
+            _put_seconds(getattr(message, f"estimated_wait{suffix}"), max(0.0, at - now))

@@ -105,8 +105,9 @@ class AllocatorServicer(api.AllocatorServiceServicer):
                 if isinstance(one, model.Reservation):
                     yield self._put(api.ReserveAndWatchResponse(lease_token=self.tokens.of_lease(one)), one)
                 else:
-                    place = answers.from_place(one, self.clock.now(), since)
-                    yield api.ReserveAndWatchResponse(waiting=place)
+                    answer = api.ReserveAndWatchResponse()
+                    answers.put_place(answer.waiting, one, self.clock.now(), since)
+                    yield answer
 
     async def BatchReserve(
         self, request: api.BatchReserveRequest, context: auth.Context
