@@ -144,6 +144,9 @@ async def test_who_moves_up_is_told_once_the_grant_is_on_disk(monkeypatch: pytes
         await asyncio.sleep(2)
         assert isinstance(await anext(first), str)
         assert not moved.done(), "a grant that cannot be written is taken back"
+        rung = site.waiting._entries["second"].rung
+        assert rung is not None
+        assert rung.position == 1, "nobody wakes before there is something to tell"
         wrote.set()
         assert getattr(await moved, "position", None) == 0
         for watch in (first, second):

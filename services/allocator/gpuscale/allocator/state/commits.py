@@ -41,17 +41,17 @@ class Outcome:
     known (a shielded future takes two).
     """
 
-    __slots__ = ("_error", "_known", "_listeners", "_waiters")
+    __slots__ = ("_error", "_listeners", "_waiters", "known")
 
     def __init__(self) -> None:
-        self._known = False
+        self.known = False
         self._error: _Error = None
         self._waiters: list[asyncio.Future[_Error]] = []
         self._listeners: list[Callable[[_Error], None]] = []
 
     def __await__(self) -> Generator[Any, None, _Error]:
         """None once the change is on disk and in the ledger; the error if the write failed and was undone."""
-        if self._known:
+        if self.known:
             return self._error
         waiter: asyncio.Future[_Error] = asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
@@ -63,7 +63,7 @@ class Outcome:
 
     def settle(self, error: _Error) -> None:
         """Notify everybody; once."""
-        self._known, self._error = True, error
+        self.known, self._error = True, error
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(error)

@@ -186,7 +186,7 @@ class Waiting:
                     if now < quiet:
                         await asyncio.wait([entry.granted], timeout=quiet - now)
                         continue
-                    if told and self._served:  # who is served is answered first, and may yet be taken back
+                    if told and self._served and not self._served.known:  # who is served is answered first, and may yet be taken back
                         with suppress(TimeoutError):
                             async with asyncio.timeout_at(until):
                                 await self._served
@@ -279,11 +279,19 @@ class Waiting:
 
                 self._commits.change(before, after).on_settled(settled)
             case Looked(_, moved):
-                for waiter in moved:
-                    waits = self._entries.get(waiter.order.request_id)
-                    if waits and waiter.place and _is_news(waiter.place, waits.rung):
-                        waits.ring()
+                if self._served is None or self._served.known:
+                    self._ring(moved)
+                else:
+                    self._ring(moved, new=True)
+                    self._served.on_settled(lambda _: self._ring(moved))
         return True
+
+    def _ring(self, moved: Iterable[Waiter], *, new: bool = False) -> None:
+        """Wake those who watch a place with news, or the `new` ones of them: the others once who is served is answered."""
+        for waiter in moved:
+            waits = self._entries.get(waiter.order.request_id)
+            if waits and waiter.place and (not new or waits.rung is None) and _is_news(waiter.place, waits.rung):
+                waits.ring()
 
     def grant(self, order: Order, pick: Pick) -> str:
         """Hold a pick; returns the id of the reservation."""
