@@ -231,7 +231,9 @@ async def test_certificates_serve_and_name_callers(tmp_path: Path) -> None:
         assert read_pair(folder, "server").certificate.serial_number != before
         await call(served, client)
     server = ServerTls(folder / "alice.crt", folder / "alice.key", folder / "ca.crt")  # as /metrics of a host
-    async with serve(Allocator(work), options=ServerOptions(tls=server), authenticator=authenticator) as served:
+    async with serve(
+        Allocator(work), options=ServerOptions(tls=server), authenticator=authenticator
+    ) as served:
         await call(served, client)
     assert [(one.name, one.role) for one in seen] == [("alice", Role.OPERATOR)] * 3
 

@@ -84,7 +84,9 @@ async def test_a_change_that_comes_alone_is_written_at_once() -> None:
     assert of.disk.sizes == [1, 1, 1]
 
 
-async def test_a_change_that_comes_alone_is_begun_in_its_own_turn_of_the_loop_and_others_wait_for_it() -> None:
+async def test_a_change_that_comes_alone_is_begun_in_its_own_turn_of_the_loop_and_others_wait_for_it() -> (
+    None
+):
     async with desk() as of:
         await asyncio.sleep(0)
         first = of.grant()
@@ -94,7 +96,9 @@ async def test_a_change_that_comes_alone_is_begun_in_its_own_turn_of_the_loop_an
         assert (of.disk.begun, of.disk.sizes) == (1, [1, 3])
 
 
-async def test_a_change_that_the_state_refuses_is_written_once_more_before_those_that_came_meanwhile() -> None:
+async def test_a_change_that_the_state_refuses_is_written_once_more_before_those_that_came_meanwhile() -> (
+    None
+):
     async with desk() as of:
         await asyncio.sleep(0)
         of.disk.errors.append(AbortedError("refused", reason="STATE_CONFLICT"))

@@ -186,7 +186,9 @@ class Waiting:
                     if now < quiet:
                         await asyncio.wait([entry.granted], timeout=quiet - now)
                         continue
-                    if told and self._served and not self._served.known:  # who is served is answered first, and may yet be taken back
+                    if (
+                        told and self._served and not self._served.known
+                    ):  # who is served is answered first, and may yet be taken back
                         with suppress(TimeoutError):
                             async with asyncio.timeout_at(until):
                                 await self._served
@@ -290,7 +292,12 @@ class Waiting:
         """Wake those who watch a place with news, or the `new` ones of them: the others once who is served is answered."""
         for waiter in moved:
             waits = self._entries.get(waiter.order.request_id)
-            if waits and waiter.place and (not new or waits.rung is None) and _is_news(waiter.place, waits.rung):
+            if (
+                waits
+                and waiter.place
+                and (not new or waits.rung is None)
+                and _is_news(waiter.place, waits.rung)
+            ):
                 waits.ring()
 
     def grant(self, order: Order, pick: Pick) -> str:

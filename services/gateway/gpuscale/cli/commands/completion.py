@@ -7,15 +7,7 @@ import re
 import sys
 
 import click
-from click.shell_completion import (
-    BashComplete,
-    CompletionItem,
-    FishComplete,
-    ShellComplete,
-    ZshComplete,
-    add_completion_class,
-    get_completion_class,
-)
+from click import shell_completion as shells
 
 from gpuscale.cli.console.command import PROGRAM, Session, command
 from gpuscale.cli.console.errors import ExitCode
@@ -25,7 +17,7 @@ VARIABLE = "_GPUSCALECTL_COMPLETE"
 SHELLS = ("bash", "zsh", "fish")
 
 
-class _Bash(BashComplete):
+class _Bash(shells.BashComplete):
     """Bash, which splits `--output=json` and `host:7070` into three words each."""
 
     def get_completion_args(self) -> tuple[list[str], str]:
@@ -39,10 +31,10 @@ class _Bash(BashComplete):
         return joined[:-1], joined[-1]
 
 
-class _WholeWords(ShellComplete):
+class _WholeWords(shells.ShellComplete):
     """A shell that puts what it is told in place of the whole word, also of `--output=j`."""
 
-    def get_completions(self, args: list[str], incomplete: str) -> list[CompletionItem]:
+    def get_completions(self, args: list[str], incomplete: str) -> list[shells.CompletionItem]:
         option, equals, _ = incomplete.partition("=")
         found = super().get_completions(args, incomplete)
         for one in found if equals and option.startswith("--") else ():
@@ -50,24 +42,24 @@ class _WholeWords(ShellComplete):
         return found
 
 
-class _Zsh(_WholeWords, ZshComplete):
+class _Zsh(_WholeWords, shells.ZshComplete):
     """Zsh."""
 
 
-class _Fish(_WholeWords, FishComplete):
+class _Fish(_WholeWords, shells.FishComplete):
     """Fish; click's script cuts a word and its meaning at the first comma of either."""
 
-    source_template = FishComplete.source_template.replace('split ","', 'split --max 1 ","')
+    source_template = shells.FishComplete.source_template.replace('split ","', 'split --max 1 ","')
 
 
-add_completion_class(_Bash, "bash")
-add_completion_class(_Zsh, "zsh")
-add_completion_class(_Fish, "fish")
+shells.add_completion_class(_Bash, "bash")
+shells.add_completion_class(_Zsh, "zsh")
+shells.add_completion_class(_Fish, "fish")
 
 
 def complete(root: click.Command, instruction: str) -> int:
     """Write completions for the shell in `instruction`, such as `bash_complete`; returns the exit code."""
-    made = get_completion_class(instruction.partition("_")[0])
+    made = shells.get_completion_class(instruction.partition("_")[0])
     if made is None:
         return ExitCode.USAGE
     found = made(root, {}, PROGRAM, VARIABLE).complete()
@@ -80,6 +72,6 @@ def complete(root: click.Command, instruction: str) -> int:
 @click.pass_context
 def completion(context: click.Context, _session: Session, shell: str) -> None:
     """Write the script that completes commands, options and names. To use it: `source <(gpuscalectl completion bash)`."""
-    made = get_completion_class(shell)
+    made = shells.get_completion_class(shell)
     if made is not None:
         sys.stdout.write(made(context.find_root().command, {}, PROGRAM, VARIABLE).source())

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
 
     from gpuscale.cli.console.cells import View
-    from gpuscale.cli.console.output import Output
     from gpuscale.client import Client
     from gpuscale.client.states import Marks
 
@@ -111,19 +110,14 @@ def _show(
     *,
     gpu: str = "",
     time: "wire.TimeRange | None" = None,
-    below: "Callable[[Output, Sequence[M]], Sequence[str]] | None" = None,
     **asked: object,
-) -> None:
+) -> "Sequence[M]":
     with session.connect() as client:
         about = _about(session, view)
         about.gpu, about.time = gpu and lookup.gpu_uuid(client, gpu), time or about.time
         found = read(client, typed, about, **asked)
     _write(session, found, view, typed)
-    output = session.output
-    if below and output.human and output.chosen.watched is None:
-        kept, _ = output.chosen.pick(found, view)
-        lines = below(output, kept)
-        write_lines(["", *lines] if lines else [])
+    return found
 
 
 def _about(session: Session, view: "View[M] | None" = None, fields: Sequence[str] = ()) -> "lookup.About":
@@ -219,16 +213,16 @@ def jobs(session: Session, name: Names, ended: bool) -> None:
 @get("endpoints", "endpoints jobs -o yaml")
 def endpoints(session: Session, name: Names) -> None:
     """Scaled workloads: bounds, desired, granted and ready replicas, and why; below the table, what is cut of that."""
-    _show(session, name, autoscaler.ENDPOINTS, lookup.endpoints, below=_cut_reasons)
+    view, output, width = autoscaler.ENDPOINTS, session.output, terminal_width()
+    found = _show(session, name, view, lookup.endpoints)
+    if width and output.human and output.chosen.watched is None:
+        from gpuscale.cli.console.cells import short
 
-
-def _cut_reasons(output: "Output", found: "Sequence[autoscaler_api.Endpoint]") -> list[str]:
-    """The reasons of endpoints that do not fit a table: their ends say the causes."""
-    from gpuscale.cli.console.cells import short
-
-    width, table = terminal_width() or 0, "\n".join(output.table(found, autoscaler.ENDPOINTS))
-    told = [f"{short(one.name)}: {one.status.summary}" for one in found if one.status.summary not in table]
-    return [line for one in told for line in wrap(one, width or len(one), subsequent_indent="  ")]
+        kept, _ = output.chosen.pick(found, view)
+        table = "\n".join(output.table(kept, view))
+        cut = [f"{short(one.name)}: {one.status.summary}" for one in kept if one.status.summary not in table]
+        for line in cut:  # its end says the cause
+            write_lines(["", *wrap(line, width, subsequent_indent="  ")])
 
 
 @get("replicas", "replicas --endpoint jobs -l state=ready")

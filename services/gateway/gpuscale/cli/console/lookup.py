@@ -31,7 +31,12 @@ from gpuscale.cli.grammar.parameters import decoded, local_text
 from gpuscale.client import Client, GpuscaleError, Mirror, pages, watch
 from gpuscale.client.asks import default_holder
 from gpuscale.common import names
-from gpuscale.common.errors import DeadlineExceededError, InvalidArgumentError, NotFoundError, UnavailableError
+from gpuscale.common.errors import (
+    DeadlineExceededError,
+    InvalidArgumentError,
+    NotFoundError,
+    UnavailableError,
+)
 from gpuscale.common.filters import compile_filter, compile_order
 from gpuscale.common.rpc.wrapped_channel import NOT_LEADER
 from gpuscale.common.wire import ANY_TIME, TimeRange, to_datetime, to_timestamp
