@@ -1,7 +1,7 @@
 """`gpuscalectl config`: named servers in the user's contexts file (see `gpuscale.client.connection`)."""
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,13 +66,9 @@ def set_context(session: Session, name: str) -> None:
 
     path, current, by_name = read_all()
     before = by_name.get(name, Context())
-    changed = Context(
-        address=session.address or before.address,
-        token_file=_absolute(session.token_file) or before.token_file,
-        ca_file=_absolute(session.ca_file) or before.ca_file,
-        cert_file=_absolute(session.cert_file) or before.cert_file,
-        key_file=_absolute(session.key_file) or before.key_file,
-    )
+    given = {f"{one}_file": getattr(session, f"{one}_file") for one in ("token", "ca", "cert", "key")}
+    files = {name: path.expanduser().absolute() for name, path in given.items() if path is not None}
+    changed = replace(before, address=session.address or before.address, **files)
     if not changed.address:
         raise InvalidArgumentError(f"{name} needs an address: pass --address HOST:PORT")
     split_addresses(changed.address)
@@ -114,10 +110,6 @@ def read_all() -> "tuple[Path, str, Mapping[str, Context]]":
 def _known(path: Path, name: str, by_name: Mapping[str, object]) -> None:
     if name not in by_name:
         raise NotFoundError(f"{path} has no context {name}{near(name, by_name)}")
-
-
-def _absolute(path: Path | None) -> Path | None:
-    return None if path is None else path.expanduser().absolute()
 
 
 def _texts(context: "Context") -> dict[str, str]:
