@@ -92,6 +92,17 @@ def test_a_job_is_waited_for_wherever_its_name_is_typed(ctl: Any, world: canned.
         assert ran.out == "reservations/r1 FAILED\n"
 
 
+@pytest.mark.parametrize(("state", "told"), [("STOPPED", "stopped"), ("FAILED", "had ended: FAILED")])
+def test_a_job_that_had_ended_is_not_said_to_be_stopped(
+    ctl: Any, world: canned.World, state: str, told: str
+) -> None:
+    job = deepcopy(canned.RESERVATION)
+    job.job.state = job.job.State.Value(f"STATE_{state}")
+    job.end_time.GetCurrentTime()
+    world.things[job.name] = job
+    assert ctl("stop", "job", "r1").out == f"reservations/r1 {told}\n"
+
+
 @pytest.mark.parametrize(
     ("typed", "then"),
     [

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.cli.console import lookup
+from gpuscale.cli.console import cells, lookup
 from gpuscale.cli.console.command import Session, command, names, one_name
 from gpuscale.cli.console.errors import leave
 from gpuscale.cli.console.terminal import Progress, note, write_lines
@@ -82,7 +82,8 @@ def stop(session: Session, name: str) -> None:
     with session.connect() as client:
         found = find(client, name).stop()
     if session.output.human:
-        write_lines([f"{found.name} stopped"])
+        state = cells.word(found.job, "state")
+        write_lines([f"{found.name} {'stopped' if state == 'STOPPED' else f'had ended: {state}'}"])
     else:
         session.output.write_one(found, views.JOBS)
 
@@ -119,11 +120,11 @@ def _named_lines(parts: "Iterable[tuple[_Tail, bytes]]") -> "Iterator[tuple[_Tai
             open_lines[tail] = rest
         else:
             lines.append(rest)
-        name = "/".join(tail.name.split("/")[1::2]).encode()
+        name = cells.short(tail.name).encode()
         yield tail, b"".join(b"%s  %s\n" % (name, line) for line in lines)
     for tail, rest in open_lines.items():
         if rest:
-            yield tail, "/".join(tail.name.split("/")[1::2]).encode() + b"  " + rest + b"\n"
+            yield tail, cells.short(tail.name).encode() + b"  " + rest + b"\n"
 
 
 def _job(client: "Client", typed: Sequence[str]) -> "Reservation | None":
