@@ -285,8 +285,8 @@ class Commits:
                 try:
                     await tasks.hit_async(unit.kind.value)
                     group.append(unit)
-                except UnavailableError as error:
-                    self._settle(unit, error)
+                except UnavailableError as failed:
+                    self._settle(unit, failed)
         # Without grants for which there is no room, or that were granted before and have ended.
         if self._store.short:
             problem = "the disk of the state is full: what room is left is for the ends of reservations"

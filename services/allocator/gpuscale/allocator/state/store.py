@@ -292,8 +292,11 @@ class AllocatorStore:
                 known = select(request_id).where(requests, schema.ARCHIVED)
                 found = await self._store.read(lambda connection: connection.execute(known).scalars().all())
                 if found:
-                    text, ids = "what was granted for the request has ended", ",".join(found)
-                    raise AbortedError(text, reason="REQUEST_ENDED", metadata={"request_ids": ids}) from error
+                    ids = ",".join(found)
+                    problem = "what was granted for the request has ended"
+                    raise AbortedError(
+                        problem, reason="REQUEST_ENDED", metadata={"request_ids": ids}
+                    ) from error
                 raise
         except UnavailableError:
             raise

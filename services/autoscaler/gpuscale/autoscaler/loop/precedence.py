@@ -147,14 +147,14 @@ class Precedence:
         staying = [one for one in rows if one not in coming]
         holders = dict[str, Holder]()  # who may give way, by reservation
         spare = dict[str, int]()  # how many of each endpoint
-        for one in others:
-            own = secure([row for row in staying if row.endpoint == one.id])
-            priority, least = one.spec.priority or 0, one.spec.min_replicas
-            if own and one.spec.gives_way and priority < (endpoint.spec.priority or 0):
-                spare[one.id] = len(own) - least
-                for rank, row in enumerate(victims(own, one.spec, self._busy(one))):
+        for other in others:
+            own = secure([row for row in staying if row.endpoint == other.id])
+            priority, least = other.spec.priority or 0, other.spec.min_replicas
+            if own and other.spec.gives_way and priority < (endpoint.spec.priority or 0):
+                spare[other.id] = len(own) - least
+                for rank, row in enumerate(victims(own, other.spec, self._busy(other))):
                     if row.lease is not None and self._hub.live(row.adapter):
-                        holders[row.lease.reservation] = Holder(one.id, row.id, priority, rank, least)
+                        holders[row.lease.reservation] = Holder(other.id, row.id, priority, rank, least)
         nodes = nodes_of(template, self._hub.facts())
         if not holders or not nodes:
             return
