@@ -52,13 +52,11 @@ class Client:
     ) -> Reservation:
         """Reserve; `memory` is in MiB, further fields are those of the request or of its ask."""
         own = {name: value for name, value in fields.items() if name not in ASK_FIELDS}
+        of_ask = {name: value for name, value in fields.items() if name in ASK_FIELDS}
+        bytes_ = None if memory is None else memory * MIB
         request = allocator_api.ReserveRequest(
             request_id=request_id or str(uuid4()),
-            ask=allocator_api.Ask(
-                gpu_count=count,
-                min_memory_bytes=None if memory is None else memory * MIB,
-                **{name: value for name, value in fields.items() if name in ASK_FIELDS},
-            ),
+            ask=allocator_api.Ask(gpu_count=count, min_memory_bytes=bytes_, **of_ask),
             ttl=None if ttl is None else to_duration(ttl),
             **({"holder": "test"} | own),
         )

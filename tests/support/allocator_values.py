@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from datetime import UTC, datetime
+from typing import Any
 from uuid import uuid4
 
 from gpuscale.allocator.domain.model import Ask, Gpu, Node, NodeState, Order, ReservedGpu, Score
@@ -12,29 +13,17 @@ NOW = 1000.0
 WALL = datetime(2031, 5, 6, 7, 8, 9, tzinfo=UTC)
 
 
-def gpu(
-    uuid: str = "GPU-a",
-    *,
-    index: int = 0,
-    total: int | None = 80_000,
-    free: int | None = 80_000,
-    utilization: float | None = 0.0,
-    trouble: str = "",
-    quarantine: str = "",
-    fresh_until: float = NOW + 3,
-) -> Gpu:
-    """A GPU that anybody may have; `total` and `free` are in MiB."""
+def gpu(uuid: str = "GPU-a", *, total: int | None = 80_000, free: int | None = 80_000, **fields: Any) -> Gpu:
+    """A GPU that anybody may have; `total` and `free` are in MiB, and `utilization` is in percent."""
     return Gpu(
         uuid=uuid,
-        index=index,
+        index=fields.pop("index", 0),
         model="Test GPU",
         simulated=True,
-        trouble=trouble,
-        quarantine=quarantine,
         memory_total_bytes=None if total is None else total * MIB,
         memory_free_bytes=None if free is None else free * MIB,
-        utilization_percent=utilization,
-        fresh_until=fresh_until,
+        utilization_percent=fields.pop("utilization", 0.0),
+        **{"trouble": "", "quarantine": "", "fresh_until": NOW + 3} | fields,
     )
 
 

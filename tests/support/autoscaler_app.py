@@ -122,10 +122,8 @@ async def running(
     fake = watchers or FakeWatchers(clock)
 
     @asynccontextmanager
-    async def open_watchers(
-        _store: object, _brokers: object, _clock: object, in_use: Callable[[str], list[str]]
-    ) -> AsyncGenerator[FakeWatchers]:
-        fake.in_use = in_use
+    async def open_watchers(*given: Any) -> AsyncGenerator[FakeWatchers]:
+        fake.in_use = given[-1]
         yield fake
 
     settings = AutoscalerSettings(data_dir=data_dir, prometheus=dict(prometheus or {}))
@@ -151,26 +149,18 @@ def step(
     return api.Rule(id=rule, signal="depth", step=of, **fields)
 
 
-def endpoint(
-    *rules: api.Rule,
-    low: int = 0,
-    high: int = 4,
-    gpus: int = 0,
-    tick: float = 0.1,
-    name: str = "e",
-    **template: Any,
-) -> api.Endpoint:
-    """Endpoint `e` that reads the watcher `jobs` as signal `depth`, where it has rules."""
+def endpoint(*rules: api.Rule, low: int = 0, high: int = 4, name: str = "e", **template: Any) -> api.Endpoint:
+    """Endpoint `e` that reads the watcher `jobs` as signal `depth`, where it has rules; its `tick` is 0.1 s."""
     queue = api.QueueSignal(watcher="watchers/jobs", count=api.QueueCount.QUEUE_COUNT_TOTAL)
     signal = api.Signal(id="depth", queue=queue, max_age=to_duration(5))
     template.setdefault("lease_ttl", to_duration(5))
     spec = api.EndpointSpec(
         min_replicas=low,
         max_replicas=high,
-        tick=to_duration(tick),
+        tick=to_duration(template.pop("tick", 0.1)),
         signals=[signal] if rules else [],
         rules=rules,
-        template=api.ReplicaTemplate(template="worker", gpu_count=gpus, **template),
+        template=api.ReplicaTemplate(template="worker", gpu_count=template.pop("gpus", 0), **template),
     )
     return api.Endpoint(name=f"endpoints/{name}", spec=spec)
 

@@ -2,8 +2,9 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 import grpc
 
@@ -36,18 +37,9 @@ class FakeAdapter:
         sets: groups of each capability set that it was told last, by endpoint and set.
     """
 
-    def __init__(
-        self,
-        name: str = "a",
-        *,
-        node: str = "n",
-        templates: Iterable[str] = ("worker",),
-        max_replicas: int = 0,
-        keeps_logs: bool = False,
-    ) -> None:
-        self.register = autoscaler_internal.Register(
-            adapter=name, kind="fake", node=node, templates=templates, max_replicas=max_replicas
-        )
+    def __init__(self, name: str = "a", *, keeps_logs: bool = False, **fields: Any) -> None:
+        fields = {"node": "n", "templates": ["worker"]} | fields
+        self.register = autoscaler_internal.Register(adapter=name, kind="fake", **fields)
         if keeps_logs:
             able = api.AdapterCapabilities(picks_victims=True, drains=True, logs=True)
             self.register.capabilities.CopyFrom(able)

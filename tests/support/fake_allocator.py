@@ -91,9 +91,7 @@ class FakeAllocator(api.AllocatorServiceServicer):
                 shown.end_reason = found[1]
         return shown
 
-    async def WatchReservations(
-        self, request: api.WatchReservationsRequest, context: Any
-    ) -> AsyncGenerator[api.WatchReservationsResponse]:
+    async def WatchReservations(self, request: api.WatchReservationsRequest, context: Any) -> Any:
         assert request.revoked, "the other watch is not made up here"
         told: set[str] = set()
         changed, full = asyncio.Event(), True
@@ -135,9 +133,7 @@ class FakeAllocator(api.AllocatorServiceServicer):
         await self.answers.wait()
         return api.ReserveResponse(reservation=reservation)
 
-    async def ReserveAndWatch(
-        self, request: api.ReserveAndWatchRequest, context: Any
-    ) -> AsyncGenerator[api.ReserveAndWatchResponse]:
+    async def ReserveAndWatch(self, request: api.ReserveAndWatchRequest, context: Any) -> Any:
         """Looks again and again while the wait lasts; nobody's turn is made up here."""
         clock = asyncio.get_running_loop().time
         until, told = clock() + request.reserve.wait.ToTimedelta().total_seconds(), False
@@ -146,9 +142,8 @@ class FakeAllocator(api.AllocatorServiceServicer):
                 answer = await self.Reserve(request.reserve, context)
             except errors.ResourceExhaustedError as error:
                 if clock() >= until:
-                    raise errors.ResourceExhaustedError(
-                        "not served in time", reason="WAIT_TIMEOUT"
-                    ) from error
+                    over = errors.ResourceExhaustedError("not served in time", reason="WAIT_TIMEOUT")
+                    raise over from error
                 if not told:
                     yield api.ReserveAndWatchResponse(waiting=api.QueuePlace(message=error.message))
                 told = True
@@ -161,25 +156,20 @@ class FakeAllocator(api.AllocatorServiceServicer):
         wanted = [name.removeprefix("nodes/") for name in request.ask.nodes] or list(self.nodes)
         unknown = [node for node in wanted if node not in self.nodes]
         if unknown:
-            raise errors.NotFoundError(
-                f"no such node: {', '.join(unknown)}",
-                metadata={"name": ",".join(f"nodes/{one}" for one in unknown)},
-            )
+            names = {"name": ",".join(f"nodes/{one}" for one in unknown)}
+            raise errors.NotFoundError(f"no such node: {', '.join(unknown)}", metadata=names)
         if all(len(self.nodes[node]) < request.ask.gpu_count for node in wanted):
             raise errors.FailedPreconditionError("no node has that many GPUs", reason="UNSATISFIABLE")
         held = set(self.held)
         for node in wanted:
             free = [uuid for uuid in self.nodes[node] if uuid not in held and node not in self.drained]
-            asked = request.ask.models
-            free = [
-                uuid for uuid in free if not asked or any(one in self.models.get(uuid, "") for one in asked)
-            ]
+            if asked := request.ask.models:
+                free = [uuid for uuid in free if any(one in self.models.get(uuid, "") for one in asked)]
             if len(free) >= request.ask.gpu_count:
                 fence = len(self.reservations) + 1
                 chosen = free[: request.ask.gpu_count]
-                gpus = [
-                    api.ReservedGpu(node=node, uuid=one, model=self.models.get(one, "")) for one in chosen
-                ]
+                models = {uuid: self.models.get(uuid, "") for uuid in chosen}
+                gpus = [api.ReservedGpu(node=node, uuid=one, model=models[one]) for one in chosen]
                 return api.Reservation(
                     name=f"reservations/v{fence}", holder=request.holder, state=ACTIVE, fence=fence,
                     gpus=gpus, request_id=request.request_id, tenant=request.tenant,
@@ -194,35 +184,27 @@ class FakeAllocator(api.AllocatorServiceServicer):
             raise errors.FailedPreconditionError("another fence", reason="FENCE_MISMATCH")
         return found
 
-    async def RenewReservation(
-        self, request: api.RenewReservationRequest, context: Any
-    ) -> api.RenewReservationResponse:
+    async def RenewReservation(self, request: api.RenewReservationRequest, context: Any) -> Any:
         self.called("RenewReservation")
         found = self._find(request.name, request.fence)
         if found.state != ACTIVE:
             raise errors.FailedPreconditionError(f"{request.name} has ended", reason="RESERVATION_ENDED")
         return api.RenewReservationResponse(reservation=found)
 
-    async def ReleaseReservation(
-        self, request: api.ReleaseReservationRequest, context: Any
-    ) -> api.ReleaseReservationResponse:
+    async def ReleaseReservation(self, request: api.ReleaseReservationRequest, context: Any) -> Any:
         self.called("ReleaseReservation")
         found = self._find(request.name, request.fence)
         if found.state == ACTIVE:
             found.state = api.Reservation.STATE_RELEASED
         return api.ReleaseReservationResponse(reservation=found)
 
-    async def GetReservation(
-        self, request: api.GetReservationRequest, context: Any
-    ) -> api.GetReservationResponse:
+    async def GetReservation(self, request: api.GetReservationRequest, context: Any) -> Any:
         self.called("GetReservation")
         if request.name not in self.reservations:
             raise errors.NotFoundError(f"there is no {request.name}")
         return api.GetReservationResponse(reservation=self.reservations[request.name])
 
-    async def ListReservations(
-        self, request: api.ListReservationsRequest, context: Any
-    ) -> api.ListReservationsResponse:
+    async def ListReservations(self, request: api.ListReservationsRequest, context: Any) -> Any:
         self.called("ListReservations")
         return api.ListReservationsResponse(reservations=list(self.reservations.values()))
 
@@ -233,9 +215,7 @@ class FakeCapacity(api.CapacityServiceServicer):
     def __init__(self, allocator: FakeAllocator) -> None:
         self._allocator = allocator
 
-    async def ExplainPlacement(
-        self, request: api.ExplainPlacementRequest, context: Any
-    ) -> api.ExplainPlacementResponse:
+    async def ExplainPlacement(self, request: api.ExplainPlacementRequest, context: Any) -> Any:
         self._allocator.called("ExplainPlacement")
         held = set(self._allocator.held)
         live = [one for one in self._allocator.reservations.values() if one.state == ACTIVE]

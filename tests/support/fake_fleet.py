@@ -21,25 +21,17 @@ GpuState = types_api.GpuState
 
 
 def gpu_message(
-    uuid: str,
-    index: int = 0,
-    *,
-    total: int | None = 80_000,
-    free: int | None = 80_000,
-    utilization: float | None = 0.0,
-    state: GpuState.ValueType = GpuState.GPU_STATE_OK,
-    age: float = 0.0,
+    uuid: str, index: int = 0, *, state: GpuState.ValueType = GpuState.GPU_STATE_OK, **reading: Any
 ) -> types_api.Gpu:
     """A simulated GPU; `total` and `free` are in MiB."""
-    reading = types_api.GpuReading(
-        utilization_percent=utilization,
+    total, free = reading.get("total", 80_000), reading.get("free", 80_000)
+    made = types_api.GpuReading(
+        utilization_percent=reading.get("utilization", 0.0),
         memory_total_bytes=None if total is None else total * MIB,
         memory_free_bytes=None if free is None else free * MIB,
-        age=wire.to_duration(age),
+        age=wire.to_duration(reading.get("age", 0.0)),
     )
-    return types_api.Gpu(
-        uuid=uuid, index=index, model="Test GPU", simulated=True, state=state, reading=reading
-    )
+    return types_api.Gpu(uuid=uuid, index=index, model="Test GPU", simulated=True, state=state, reading=made)
 
 
 def node_message(

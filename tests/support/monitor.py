@@ -199,20 +199,14 @@ async def running_fleet(
     """A fleet on a port of its own."""
     async with AsyncExitStack() as stack:
         chosen = FleetSettings(data_dir=data_dir, **settings)
-        registrations = await stack.enter_async_context(
-            open_fleet(chosen, clock=clock or SystemClock(), allocator=allocator)
-        )
-        address = await stack.enter_async_context(
-            serve(*registrations, listen=listen, authenticator=authenticator)
-        )
-        channel = await stack.enter_async_context(open_channel(address))
-        yield RunningFleet.over(address, channel)
+        fleet = open_fleet(chosen, clock=clock or SystemClock(), allocator=allocator)
+        server = serve(*await stack.enter_async_context(fleet), listen=listen, authenticator=authenticator)
+        address = await stack.enter_async_context(server)
+        yield RunningFleet.over(address, await stack.enter_async_context(open_channel(address)))
 
 
 class _Confirms(allocator_api.AllocatorServiceServicer):
-    async def CheckLease(
-        self, request: allocator_api.CheckLeaseRequest, context: Any
-    ) -> allocator_api.CheckLeaseResponse:
+    async def CheckLease(self, request: Any, context: Any) -> allocator_api.CheckLeaseResponse:
         return allocator_api.CheckLeaseResponse()
 
 
@@ -242,9 +236,8 @@ async def serving_agent(
         if fleet_address is not None:
             fleet = await stack.enter_async_context(open_channel(fleet_address))
         chosen = AgentSettings.model_validate(merged)
-        agent = open_agent(
-            chosen, fleet=fleet, allocator=allocator, clock=clock or SystemClock(), calls=calls
-        )
+        clock = clock or SystemClock()
+        agent = open_agent(chosen, fleet=fleet, allocator=allocator, clock=clock, calls=calls)
         yield await stack.enter_async_context(serve(*await stack.enter_async_context(agent)))
 
 

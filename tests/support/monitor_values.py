@@ -63,23 +63,16 @@ def gpu(
 
 
 def snapshot(
-    node: str = "alpha",
-    *,
-    epoch: int = 1,
-    seq: int = 1,
-    age: float = 0.0,
-    period: float = 1.0,
-    gpus: tuple[types_api.Gpu, ...] | None = None,
+    node: str = "alpha", *, epoch: int = 1, age: float = 0.0, period: float = 1.0, **fields: Any
 ) -> types_api.Snapshot:
-    """A snapshot as an agent sends it; `age` and `period` in seconds."""
+    """A snapshot as an agent sends it, number 1 unless told; `age` and `period` in seconds."""
     return types_api.Snapshot(
         node=node,
         epoch=epoch_id(epoch),
-        seq=seq,
         age=to_duration(age),
         period=to_duration(period),
         host_reading=types_api.HostReading(cpu_percent=5, age=to_duration(0.5)),
-        gpus=[gpu(f"GPU-{node}")] if gpus is None else gpus,
+        **{"seq": 1, "gpus": [gpu(f"GPU-{node}")]} | fields,
     )
 
 

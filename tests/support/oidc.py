@@ -52,25 +52,11 @@ class OidcProvider:
         made = RSAKey.generate_key(2048, parameters) if rsa else ECKey.generate_key("P-256", parameters)
         self.keys = [made]
 
-    def token(
-        self,
-        *,
-        algorithm: str = "RS256",
-        key: Any = None,
-        header: Mapping[str, str] | None = None,
-        **claims: Any,
-    ) -> str:
+    def token(self, *, algorithm: str = "RS256", key: Any = None, header: Any = None, **claims: Any) -> str:
         """A token; a claim of None is left out."""
         now = int(time.time())
-        says = {
-            "iss": self.issuer,
-            "aud": CLIENT,
-            "iat": now,
-            "exp": now + int(self.lives),
-            "jti": secrets.token_hex(4),
-            **self.claims,
-            **claims,
-        }
+        says = {"iss": self.issuer, "aud": CLIENT, "iat": now, "exp": now + int(self.lives)}
+        says |= {"jti": secrets.token_hex(4)} | self.claims | claims
         head = {"alg": algorithm, "kid": str(self.keys[0].kid), **(header or {})}
         says = {name: value for name, value in says.items() if value is not None}
         return jwt.encode(head, says, key or self.keys[0], algorithms=[algorithm])

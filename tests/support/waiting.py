@@ -7,12 +7,10 @@ exception ends the wait at once, since it is a fault of the test and not a matte
 import asyncio
 import inspect
 import time
-from collections.abc import Awaitable, Callable
-from typing import NoReturn, TypeVar, overload
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import pytest
-
-T = TypeVar("T")
 
 
 def calls_of(monkeypatch: pytest.MonkeyPatch, kind: type, method: str) -> list[object]:
@@ -27,29 +25,13 @@ def calls_of(monkeypatch: pytest.MonkeyPatch, kind: type, method: str) -> list[o
     return calls
 
 
-NOT_YET: tuple[type[Exception], ...] = (AssertionError, OSError)
+Kinds = tuple[type[Exception], ...]
+NOT_YET: Kinds = (AssertionError, OSError)
 
 
-@overload
 async def eventually(
-    check: Callable[[], Awaitable[T]],
-    timeout: float = ...,
-    interval: float = ...,
-    retry_on: tuple[type[Exception], ...] = ...,
-) -> T: ...
-@overload
-async def eventually(
-    check: Callable[[], T],
-    timeout: float = ...,
-    interval: float = ...,
-    retry_on: tuple[type[Exception], ...] = ...,
-) -> T: ...
-async def eventually(
-    check: Callable[[], object],
-    timeout: float = 60.0,
-    interval: float = 0.02,
-    retry_on: tuple[type[Exception], ...] = NOT_YET,
-) -> object:
+    check: Callable[[], Any], timeout: float = 60.0, interval: float = 0.02, retry_on: Kinds = NOT_YET
+) -> Any:
     """Call `check` (plain or async) until its value is truthy and return that value.
 
     `timeout` and `interval` are seconds of the running loop's clock, so the helper also works on virtual time.
@@ -79,11 +61,8 @@ async def eventually(
 
 
 def eventually_sync(
-    check: Callable[[], T],
-    timeout: float = 60.0,
-    interval: float = 0.02,
-    retry_on: tuple[type[Exception], ...] = NOT_YET,
-) -> T:
+    check: Callable[[], Any], timeout: float = 60.0, interval: float = 0.02, retry_on: Kinds = NOT_YET
+) -> Any:
     """`eventually` for code without an event loop; the clock is the monotonic one.
 
     A check that takes long, such as a command, takes a third of the time at most: others need the CPU for what is waited for.

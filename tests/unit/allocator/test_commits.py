@@ -30,9 +30,7 @@ class CountingDisk(Disk):
         self.begun = 0
         self.errors: list[Exception] = []
 
-    async def save(
-        self, added: list[Reservation], changed: list[Reservation], begun: list[Reservation], also: object
-    ) -> None:
+    async def save(self, added: Sequence[Reservation], changed: Sequence[Reservation], *_: object) -> None:
         self.groups.append((asyncio.get_running_loop().time(), len(added) + len(changed)))
         await asyncio.sleep(FSYNC)
         if self.errors:

@@ -50,16 +50,10 @@ def on(model: ModelWeight, number: int = 0, state: S = S.READY) -> Replica:
 
 
 def wanted(
-    work: float | None,
-    capacity: ReplicaWeights,
-    *rules: Rule,
-    ready: int | None = None,
-    low: int = 0,
-    high: int = 10,
-    **fields: Any,
+    work: float | None, capacity: ReplicaWeights, *rules: Rule, ready: int | None = None, **fields: Any
 ) -> tuple[int, Sequence[Code]]:
     """How many replicas so much work leads to, where each of weight 1 does ten of it, and the codes of that."""
-    made = spec(*(rules or (PER_TEN,)), low=low, high=high, template=TEMPLATE, **{"down": NO_WAIT, **fields})
+    made = spec(*(rules or (PER_TEN,)), template=TEMPLATE, **{"down": NO_WAIT, **fields})
     before = len(capacity.weights)
     ready = before if ready is None else ready
     found = evaluate(made, before, observed(seen(work)), {}, AT.now, capacity=capacity, ready=ready)

@@ -60,18 +60,12 @@ def holders(priorities: dict[str, int]) -> dict[str, Holder]:
 
 
 def chosen(
-    gpus: int,
-    rooms: Sequence[NodeRoom],
-    priorities: dict[str, int],
-    *,
-    coming: str = "",
-    more: int = 1,
-    counted: int = 0,
-    spare: int = 9,
+    gpus: int, rooms: Sequence[NodeRoom], priorities: dict[str, int], *, spare: int = 9, **more: Any
 ) -> list[str]:
     found = holders(priorities)
     given = dict.fromkeys((one.endpoint for one in found.values()), spare)
-    answer = choose(gpus, rooms, coming.split(), found, given, counted=counted, more=more)
+    coming = more.pop("coming", "").split()
+    answer = choose(gpus, rooms, coming, found, given, **{"counted": 0, "more": 1} | more)
     return ["+".join(sorted(one)) for one in answer]
 
 

@@ -81,15 +81,8 @@ def test_a_percentile_is_that_of_all_servers_together_and_of_the_window_alone() 
     assert serving.percentile([(NONE, NONE)], 95) is None
 
 
-def heard(
-    servers: ReplicaServers,
-    replica: str,
-    *,
-    running: float | None = None,
-    waiting: float | None = None,
-    requests: float | None = None,
-) -> None:
-    servers.heard("e", replica, 0.0, serving.ServerReading(running, waiting, requests=requests), "")
+def heard(servers: ReplicaServers, replica: str, **reading: float) -> None:
+    servers.heard("e", replica, 0.0, serving.ServerReading(**reading), "")
 
 
 def test_a_replica_that_is_silent_is_named_and_never_counts_as_zero() -> None:

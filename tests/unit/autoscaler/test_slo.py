@@ -11,7 +11,7 @@ from gpuscale.autoscaler.backtest.simulate import run
 from gpuscale.autoscaler.backtest.world import Setting
 from gpuscale.autoscaler.domain.decisions import Code
 from gpuscale.autoscaler.domain.engine import Question, evaluate
-from gpuscale.autoscaler.domain.inputs import Carried, InputSeries, Learnt, series_of
+from gpuscale.autoscaler.domain.inputs import Carried, Learnt, series_of
 from gpuscale.autoscaler.domain.rules.rule import Rule, RuleOutcome, Vote, apply_rule
 from gpuscale.autoscaler.domain.rules.slo import UNTRIED, SloRule
 from gpuscale.autoscaler.domain.spec import EndpointSpec, ReplicaSignal, ReplicaTemplate, Signal
@@ -36,32 +36,17 @@ KNOWN = Learnt((carried(10.0), carried(20.0, itl=0.04), carried(40.0, itl=0.08))
 
 
 def look(
-    values: Mapping[str, float | None],
-    *,
-    before: int = 2,
-    ready: int = 2,
-    known: Learnt | None = NOTHING,
-    past: Mapping[str, InputSeries] | None = None,
-    startup: float | None = 30.0,
-    **fields: Any,
+    values: Mapping[str, float | None], *, known: Learnt | None = NOTHING, past: Any = None, **fields: Any
 ) -> RuleOutcome:
     """What the rule makes of values that have been as they are for ever; None: it cannot be had."""
     shown = {f"goal.{name}": seen(value, f"goal.{name}") for name, value in values.items()}
     had = {name: value for name, value in values.items() if value is not None}
     times = [NOW - at for at in range(1000, -1, -5)]
     series = {f"goal.{name}": series_of((at, value) for at in times) for name, value in had.items()}
-    return apply_rule(
-        GOAL,
-        inputs(
-            before=before,
-            ready=ready,
-            observations=shown,
-            series=series | {f"goal.{name}": one for name, one in (past or {}).items()},
-            bursts={} if known is None else {"goal": known},
-            startup=startup,
-            **fields,
-        ),
-    )
+    fields = {"before": 2, "ready": 2, "startup": 30.0} | fields
+    series |= {f"goal.{name}": one for name, one in (past or {}).items()}
+    bursts = {} if known is None else {"goal": known}
+    return apply_rule(GOAL, inputs(observations=shown, series=series, bursts=bursts, **fields))
 
 
 def learnt(outcome: RuleOutcome) -> Learnt:

@@ -87,9 +87,7 @@ class Starting:
         self.error = error or UnavailableError("starting")
         self.told: list[int] = []
 
-    def RenewReservation(
-        self, request: api.RenewReservationRequest, **_: object
-    ) -> api.RenewReservationResponse:
+    def RenewReservation(self, request: Any, **_: object) -> api.RenewReservationResponse:
         if self.unanswered:
             self.unanswered -= 1
             raise self.error
@@ -123,10 +121,8 @@ def test_an_allocator_that_starts_hears_how_a_command_ended(
     holder.ended(0, "")
     holder.release()
     assert capsys.readouterr().err.count("it is over") == 2, "said, and not asked again"
-    allocator.unanswered, allocator.error = (
-        3,
-        error,
-    )  # as while the link is down on which a supervisor was killed
+    # As while the link is down on which a supervisor was killed.
+    allocator.unanswered, allocator.error = 3, error
     holding.LeaseHolder(orders, [allocator]).killed(138)
     assert allocator.told[-1] == 138
 
@@ -220,9 +216,7 @@ def test_a_starter_whose_service_stays_away_says_so_ever_more_rarely_and_ends_wi
 
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     monkeypatch.setattr("time.sleep", sleep)
-    waiting = api.Reservation(
-        state=api.Reservation.STATE_WAITING, remaining=to_duration(86_400), ttl=to_duration(60)
-    )
+    waiting = api.Reservation(state="STATE_WAITING", remaining=to_duration(86_400), ttl=to_duration(60))
     assert detached_jobs.start_granted(Holder(), waiting) == 0
     said = capsys.readouterr().err.splitlines()
     assert 10 <= len(said) <= 20
@@ -354,9 +348,7 @@ def test_a_start_is_told_once_and_of_a_job_that_was_moved_meanwhile_its_killed_s
     told: list[api.RenewReservationRequest] = []
 
     class Moving:
-        def RenewReservation(
-            self, request: api.RenewReservationRequest, **_: object
-        ) -> api.RenewReservationResponse:
+        def RenewReservation(self, request: Any, **_: object) -> api.RenewReservationResponse:
             told.append(request)
             return api.RenewReservationResponse(reservation=api.Reservation(job=api.Job(attempt=2)))
 

@@ -38,12 +38,7 @@ class Context:
     """What the authenticator asks a gRPC context."""
 
     def __init__(
-        self,
-        peer: str,
-        *,
-        tls: bool = False,
-        spiffe: str | None = None,
-        metadata: Sequence[tuple[str, Any]] = (),
+        self, peer: str, *, tls: bool = False, spiffe: str | None = None, metadata: Any = ()
     ) -> None:
         self._peer, self._tls, self._spiffe, self._metadata = peer, tls, spiffe, metadata
 

@@ -1,6 +1,5 @@
 """What a page says of a snapshot: only what is known, under the labels that dashboards ask for."""
 
-from collections.abc import Container
 from typing import Any
 
 import pytest
@@ -8,7 +7,7 @@ import pytest
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.runtime.metrics_text import MetricsPage
 from gpuscale.common.wire import to_duration
-from gpuscale.monitor.exposition.snapshots import NOBODY, Held, add_snapshot, with_pods
+from gpuscale.monitor.exposition.snapshots import NOBODY, add_snapshot, with_pods
 from gpuscale.monitor.model.prometheus import DCGM, Names, Style
 from tests.support.monitor_values import GIB, snapshot
 from tests.support.promtool import named, samples, value
@@ -30,20 +29,13 @@ def gpu(index: int = 0, **fields: Any) -> types_api.Gpu:
     return made
 
 
-def page(
-    *gpus: types_api.Gpu,
-    style: Style | None = None,
-    fresh: bool = True,
-    elapsed: float = 0.0,
-    quarantined: Container[str] | None = (),
-    held: Held = NOBODY,
-) -> str:
+def page(*gpus: types_api.Gpu, style: Style | None = None, **fields: Any) -> str:
     made = MetricsPage()
     message = snapshot("alpha", gpus=gpus)
     message.host.hostname = "alpha.example"
     message.host.driver_version, message.host.cuda_version = "550.54.15", "12.4"
-    whole = style or Style()
-    add_snapshot(made, message, whole, fresh=fresh, elapsed=elapsed, quarantined=quarantined, held=held)
+    fields = {"fresh": True, "elapsed": 0.0, "quarantined": (), "held": NOBODY} | fields
+    add_snapshot(made, message, style or Style(), **fields)
     return b"".join(made.chunks()).decode()
 
 
