@@ -80,19 +80,11 @@ class Room:
         }
 
     async def call(self, path: str, *requests: Message) -> Any:
-        """Call a method; returns its answer, or the last one of a stream.
-
-        Raises:
-            RefusedError: it ended with a status.
-        """
+        """Call a method; returns its answer, or the last one of a stream."""
         return await asyncio.create_task(self._call(path, *requests))  # as gRPC, in a task of its own
 
     async def cancelled(self, at: int, path: str, *requests: Message) -> bool:
-        """Call a method and cancel it at the await of that number; False where it has fewer.
-
-        Raises:
-            RefusedError: it ended with a status before.
-        """
+        """Call a method and cancel it at the await of that number; False where it has fewer."""
         return await asyncio.create_task(_cancelled(self._call(path, *requests), at))
 
     async def _call(self, path: str, *requests: Message) -> Any:

@@ -162,11 +162,8 @@ class World:
     def booking(self) -> str:
         """Book a GPU for an hour that nobody has booked."""
         self.hours += 1
-        booking = {
-            "ask": {"gpuCount": 1},
-            "startTime": f"{datetime.now(UTC) + timedelta(days=30, hours=self.hours):%Y-%m-%dT%H:%M:%SZ}",
-            "duration": "3600s",
-        }
+        start = datetime.now(UTC) + timedelta(days=30, hours=self.hours)
+        booking = {"ask": {"gpuCount": 1}, "startTime": f"{start:%Y-%m-%dT%H:%M:%SZ}", "duration": "3600s"}
         body = {"booking": booking, "requestId": str(uuid.uuid4())}
         return self._made("bookings/{booking}", self.send("CreateBooking", body).booking.name)
 

@@ -372,12 +372,9 @@ class Agent:
         gpu = self._double.gpus[0]
         refusal = NvmlReturn.NO_PERMISSION if self._host.unlisted else NvmlReturn.SUCCESS
         gpu.fail("nvmlDeviceGetComputeRunningProcesses_v3", refusal)
-        gpu.processes = [
-            DoubleProcess(one.pid, one.used, kind)
-            for one in processes.values()
-            if one.on_gpu
-            for kind in self._random.choice(KINDS)
-        ]
+        there = [one for one in processes.values() if one.on_gpu]
+        of = [(one, kind) for one in there for kind in self._random.choice(KINDS)]
+        gpu.processes = [DoubleProcess(one.pid, one.used, kind) for one, kind in of]
         gpu.memory_used_bytes = sum(true_bytes(one) for one in processes.values() if one.on_gpu)
         self._double.write()
 

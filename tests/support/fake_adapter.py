@@ -141,11 +141,8 @@ class FakeAdapter:
                     for name, state in self.states.items()
                 ]
                 revision = self._revision if self.acknowledges else 0
-                await stream.write(
-                    autoscaler_internal.ConnectRequest(
-                        report=autoscaler_internal.Report(revision=revision, replicas=replicas)
-                    )
-                )
+                report = autoscaler_internal.Report(revision=revision, replicas=replicas)
+                await stream.write(autoscaler_internal.ConnectRequest(report=report))
             with suppress(TimeoutError):
                 async with asyncio.timeout(0.5):
                     await self._changed.wait()

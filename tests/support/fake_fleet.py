@@ -35,19 +35,14 @@ def gpu_message(
 
 
 def node_message(
-    node: str,
-    *gpus: types_api.Gpu,
-    count: int = 0,
-    state: NodeState.ValueType = NodeState.NODE_STATE_ONLINE,
-    period: float = FOR_LONG,
-    age: float = 0.0,
-    gpu_problem: str = "",
+    node: str, *gpus: types_api.Gpu, count: int = 0, period: float = FOR_LONG, age: float = 0.0, **fields: Any
 ) -> monitor_api.Node:
-    """A node with these GPUs, or with `count` equal ones named `<node>-0` and so on."""
+    """A node with these GPUs, or with `count` equal ones named `<node>-0` and so on; it is ONLINE unless told."""
+    state = fields.pop("state", NodeState.NODE_STATE_ONLINE)
     plain = [gpu_message(f"{node}-{index}", index) for index in range(count)]
     snapshot = types_api.Snapshot(
         node=node, period=wire.to_duration(period), age=wire.to_duration(age), gpus=[*gpus, *plain],
-        gpu_problem=gpu_problem, simulated=True,
+        simulated=True, **fields,
     )  # fmt: skip
     return monitor_api.Node(name=names.node_name(node), state=state, snapshot=snapshot)
 

@@ -95,14 +95,8 @@ class Running:
 
     def __init__(self, words: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         with log.open("ab") as output:
-            self.process = subprocess.Popen(
-                words,
-                env=dict(environment),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
+            streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
+            self.process = subprocess.Popen(words, env=dict(environment), start_new_session=True, **streams)
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
         child = eventually_sync(lambda: children(self.process.pid) or self.process.poll() is not None)
@@ -200,15 +194,9 @@ class Hosts:
         environment: Mapping[str, str] | None = None,
         stdin: str = "",
     ) -> Ran:
-        ran = subprocess.run(
-            [*self._inside(name, user), *command],
-            check=False,
-            env=_environment(user, environment),
-            input=stdin,
-            capture_output=True,
-            text=True,
-            timeout=ANSWER_SECONDS,
-        )
+        words, variables = self.typed(name, *command, user=user, environment=environment)
+        how = {"capture_output": True, "text": True, "timeout": ANSWER_SECONDS}
+        ran = subprocess.run(words, check=False, env=variables, input=stdin, **how)
         return Ran(ran.returncode, ran.stdout, ran.stderr)
 
     def ctl(self, name: str, *words: str, user: str = "root", stdin: str = "") -> Ran:

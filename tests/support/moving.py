@@ -146,11 +146,8 @@ async def journey(folder: Path) -> AsyncGenerator[Journey]:
 async def containers(on: Journey, folder: Path) -> AsyncGenerator[DockerDouble]:
     """The container adapter on an engine in memory, whose programs end when they are asked to."""
     double = DockerDouble()
-    overrides = {
-        "data_dir": folder / "containers",
-        "autoscaler_address": on.address,
-        "engine": f"unix://{folder / 'docker.sock'}",
-    }
+    engine = f"unix://{folder / 'docker.sock'}"
+    overrides = {"data_dir": folder / "containers", "autoscaler_address": on.address, "engine": engine}
     settings = load_table(ContainerSettings, read_config(CONFIG), overrides, environ={})
 
     async def obey() -> None:

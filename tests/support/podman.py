@@ -84,11 +84,7 @@ class Podman(PrivateServer):
         }
 
     def run(self, *arguments: str) -> str:
-        """Run podman by its command line: a client that is not ours. Returns what it printed.
-
-        Raises:
-            subprocess.CalledProcessError: it failed.
-        """
+        """Run podman by its command line: a client that is not ours. Returns what it printed."""
         done = subprocess.run(
             ["podman", *arguments],
             env=self.environment,
@@ -101,11 +97,7 @@ class Podman(PrivateServer):
         return done.stdout.strip()
 
     def start(self) -> None:
-        """Start the service, and wait until it answers.
-
-        Raises:
-            RuntimeError: it ended or stayed silent; the text holds the end of its output.
-        """
+        """Start the service, and wait until it answers."""
         command = ["podman", "system", "service", "--time", "0", self.address]
         self._service = self._folder.spawn("service", command, self.environment)
         try:

@@ -122,11 +122,7 @@ class RabbitBroker(PrivateServer):
             self._server.send(signal.SIGCONT)
 
     def clear(self) -> None:
-        """Delete every queue, with what is in it.
-
-        Raises:
-            httpx.HTTPError: the broker did not do it.
-        """
+        """Delete every queue, with what is in it."""
         with httpx.Client(
             base_url=self.management_url, auth=(self.user, self.password), timeout=30
         ) as client:

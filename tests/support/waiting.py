@@ -66,9 +66,6 @@ def eventually_sync(
     """`eventually` for code without an event loop; the clock is the monotonic one.
 
     A check that takes long, such as a command, takes a third of the time at most: others need the CPU for what is waited for.
-
-    Raises:
-        AssertionError: the deadline passed; the text holds the last value or exception.
     """
     deadline = time.monotonic() + timeout
     while True:

@@ -51,11 +51,8 @@ def world(world: canned.World) -> canned.World:
 
 
 def changes(world: canned.World) -> list[Any]:
-    return [
-        one
-        for one in world.requests
-        if not type(one).__name__.startswith(("Get", "List")) and not getattr(one, "validate_only", False)
-    ]
+    meant = [one for one in world.requests if not getattr(one, "validate_only", False)]
+    return [one for one in meant if not type(one).__name__.startswith(("Get", "List"))]
 
 
 def problems(ran: Ran) -> list[tuple[str, str]]:

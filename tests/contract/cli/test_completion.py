@@ -139,13 +139,7 @@ def test_a_real_bash_completes(address: str, tmp_path: Path) -> None:
         complete -p gpuscalectl
     """
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "GPUSCALE_ADDRESS": address}
-    ran = subprocess.run(
-        [str(bash), "--norc", "-c", script],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
+    words = str(bash), "--norc", "-c", script
+    ran = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60, check=True)
     installed = "complete -o nosort -F _gpuscalectl_completion gpuscalectl"
     assert ran.stdout.splitlines() == ["nodes notifications", "jobs", "wide", installed]

@@ -28,11 +28,7 @@ class Oracle:
         self._left = 2000
 
     def node_counts(self, ask: model.Ask) -> set[int]:
-        """On how many nodes the members can lie; empty where they cannot be placed.
-
-        Raises:
-            TooManyError: it would take too long.
-        """
+        """On how many nodes the members can lie; empty where they cannot be placed."""
         self._seen: set[object] = set()
         return set(self._placements(ask, ()))
 

@@ -187,11 +187,8 @@ def test_a_decision_that_differs_says_in_what() -> None:
 
 
 LAGS = (0.0, 30.0, 120.0, 300.0)
-STEADY: tuple[rule.Kind, ...] = (
-    targets.TargetRule(8.0),
-    targets.TargetRule(8.0, targets.TargetType.VALUE),
-    targets.DrainRule(2.5, 6.0, 8.0),
-)
+TO_EIGHT = targets.TargetRule(8.0), targets.TargetRule(8.0, targets.TargetType.VALUE)
+STEADY: tuple[rule.Kind, ...] = (*TO_EIGHT, targets.DrainRule(2.5, 6.0, 8.0))
 
 
 @pytest.mark.parametrize("lag", LAGS)

@@ -167,11 +167,8 @@ class Site:
 
     def send(self) -> None:
         self.seq, now = self.seq + 1, self.clock.now()
-        views = [
-            GpuView(GpuIdentity(gpu.uuid, 0, "Test GPU"), gpu.state, gpu.reading, now - 0.1, "")
-            for gpu in self.gpus
-            if gpu.shown
-        ]
+        shown = [(gpu, GpuIdentity(gpu.uuid, 0, "Test GPU")) for gpu in self.gpus if gpu.shown]
+        views = [GpuView(one, gpu.state, gpu.reading, now - 0.1, "") for gpu, one in shown]
         snapshot = snapshot_read(now, seq=self.seq, gpus=tuple(views))
         delta = self.deltas.next(snapshot, now)
         whole = telemetry(to_snapshot(snapshot, now)) if delta is None else None

@@ -135,11 +135,8 @@ class NvmlDouble:
 
     def calls(self, function: str | None = None, gpu: int | None = None, pid: int | None = None) -> int:
         """The number of calls, of one function and for one GPU if asked."""
-        return sum(
-            count.calls
-            for count in self.call_counts(pid)
-            if function in (None, count.function) and gpu in (None, count.gpu)
-        )
+        found = [one for one in self.call_counts(pid) if function in (None, one.function)]
+        return sum(count.calls for count in found if gpu in (None, count.gpu))
 
     def _lines(self) -> Iterator[str]:
         yield f"system driver_version {self.driver_version}"

@@ -1,7 +1,7 @@
 """Changes are written in groups: alone at once, together where several callers are at work; virtual time throughout."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 

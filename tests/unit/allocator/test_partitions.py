@@ -18,13 +18,9 @@ Layout = Sequence[str]
 def divided(name: str, *profiles: str, total: int = H100) -> list[Gpu]:
     """A GPU with such instances, the eighth of whose memory each takes is not looked at."""
     whole = gpu(f"{name}-0", total=total, free=total, trouble=DIVIDED)
-    return [
-        whole,
-        *(
-            replace(gpu(f"{name}-0-{number}", total=9_000), mig_profile=profile, parent=whole.uuid)
-            for number, profile in enumerate(profiles)
-        ),
-    ]
+    parts = [gpu(f"{name}-0-{number}", total=9_000) for number in range(len(profiles))]
+    of = {"parent": whole.uuid}
+    return [whole, *(replace(one, mig_profile=to, **of) for one, to in zip(parts, profiles, strict=True))]
 
 
 def wish(profile: str, count: int = 1, members: int = 1) -> Ask:

@@ -117,11 +117,7 @@ def test_no_two_replicas_share_a_name() -> None:
 def test_where_it_shows_its_metrics(
     network: str, networks: dict[str, dict[str, str]], label: str, url: str
 ) -> None:
-    details = Details.model_validate(
-        {
-            "Config": {"Labels": labels("here", ORDER, label)},
-            "HostConfig": {"NetworkMode": network},
-            "NetworkSettings": {"Networks": networks},
-        }
-    )
+    config, at = {"Labels": labels("here", ORDER, label)}, {"NetworkMode": network}
+    shown = {"Config": config, "HostConfig": at, "NetworkSettings": {"Networks": networks}}
+    details = Details.model_validate(shown)
     assert sighting("running", details).metrics == url
