@@ -101,17 +101,18 @@ class Lab:
         return f"{host} is ONLINE" in self.said(host)
 
     def _run(self, host: str, *words: str) -> None:
-        variables = _double(self.hosts.folder / f"double-{host}", host)
+        variables = double(self.hosts.folder / f"double-{host}", host)
         self.hosts.start(host, CTL, *words, log=f"{host}.log", environment={**variables, **PATIENT})
 
 
-def _double(folder: Path, host: str) -> Mapping[str, str]:
+def double(folder: Path, host: str) -> Mapping[str, str]:
+    """Variables by which a host has two GPUs of its own."""
     folder.mkdir(exist_ok=True)
-    double = NvmlDouble(folder)
-    for index, gpu in enumerate(double.gpus):
+    gpus = NvmlDouble(folder)
+    for index, gpu in enumerate(gpus.gpus):
         gpu.uuid = f"GPU-{host}-{index}"
-    double.write()
-    return {name: value for name, value in env_with_double(double).items() if os.environ.get(name) != value}
+    gpus.write()
+    return {name: value for name, value in env_with_double(gpus).items() if os.environ.get(name) != value}
 
 
 @contextmanager

@@ -28,8 +28,7 @@ from gpuscale.common.security.certificates import read_certificate
 from tests.support.cli import Ran
 from tests.support.fixtures import need
 from tests.support.hosts import ROOT, Hosts, Running, children, why_unavailable
-from tests.support.lab import PATIENT
-from tests.support.nvml_double import NvmlDouble, env_with_double
+from tests.support.lab import PATIENT, double
 from tests.support.nvml_double import why_unavailable as why_no_double
 from tests.support.nvml_double.build import library_folder
 from tests.support.postgresql import PostgresServer, program
@@ -61,19 +60,11 @@ class Site:
         self.typed += 1
         folder = self.hosts.folder / f"double-{host}"
         if not folder.exists():
-            folder.mkdir()
             for user in ("gpuscale", "gpuscale-worker"):
                 self.hosts.run(host, "useradd", "--system", "--shell", "/usr/sbin/nologin", user)
-        double = NvmlDouble(folder)
-        for index, gpu in enumerate(double.gpus):
-            gpu.uuid = f"GPU-{host}-{index}"
-        double.write()
-        environment = {
-            name: value for name, value in env_with_double(double).items() if os.environ.get(name) != value
-        }
-        started = self.hosts.start(
-            host, "gpuscalectl", *words, log=f"{place or host}.log", environment={**environment, **PATIENT}
-        )
+        environment = {**double(folder, host), **PATIENT}
+        log = f"{place or host}.log"
+        started = self.hosts.start(host, "gpuscalectl", *words, log=log, environment=environment)
         self.running[place or host], self.ran[place or host] = started, words
         return started
 

@@ -121,15 +121,12 @@ def test_an_allocator_that_starts_hears_how_a_command_ended(
     holder.ended(0, "")
     holder.release()
     assert capsys.readouterr().err.count("it is over") == 2, "said, and not asked again"
-    # As while the link is down on which a supervisor was killed.
-    allocator.unanswered, allocator.error = 3, error
+    allocator.unanswered, allocator.error = 3, error  # as while a link is down
     holding.LeaseHolder(orders, [allocator]).killed(138)
     assert allocator.told[-1] == 138
 
 
-def test_the_end_of_a_detached_job_is_told_for_as_long_as_its_lease_lasts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_end_of_a_detached_job_is_told_while_its_lease_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     monkeypatch.setattr("time.sleep", lambda seconds: now.append(now.pop() + seconds))

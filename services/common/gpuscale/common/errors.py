@@ -190,6 +190,8 @@ class InternalError(GpuscaleError):
 
 UNANSWERED = (UnavailableError, DeadlineExceededError, UnimplementedError)
 """Errors after which another server, or a later call, may still answer."""
+REFUSALS = (FailedPreconditionError, NotFoundError, PermissionDeniedError, UnauthenticatedError)
+"""Errors of a lease that make all further calls futile: it is over, or another's."""
 
 
 def request_id_reused(request_id: str) -> AlreadyExistsError:

@@ -27,20 +27,12 @@ from gpuscale.client.asks import as_seconds
 from gpuscale.client.lease_timer import LOOK, LeaseTimer
 from gpuscale.client.listing import pages, pages_async
 from gpuscale.client.states import revoked_early
-from gpuscale.common.errors import (
-    FailedPreconditionError,
-    GpuscaleError,
-    NotFoundError,
-    PermissionDeniedError,
-    UnauthenticatedError,
-)
+from gpuscale.common.errors import REFUSALS, FailedPreconditionError, GpuscaleError
 from gpuscale.common.names import node_of
 from gpuscale.common.wire import optional_seconds, seconds
 
 _log = logging.getLogger(__name__)
 
-REFUSALS = (FailedPreconditionError, NotFoundError, PermissionDeniedError, UnauthenticatedError)
-"""Errors of a renewal that make all further ones futile."""
 _STATE = allocator_api.Reservation.State
 _OVER = (_STATE.STATE_EXPIRED, _STATE.STATE_CANCELLED, _STATE.STATE_LOST)
 """Ends of a reservation other than its release."""

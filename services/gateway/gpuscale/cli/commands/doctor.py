@@ -310,21 +310,23 @@ def _open(value: object) -> object:
 def server_files(session: Session) -> Iterator[tuple[str, str]]:
     """The server's state; a service that does not answer is replaced by its error."""
     about = lookup.About(silent=session.silent)
-    reads: Mapping[str, Callable[[Client], list[Message]]] = {
-        "nodes": lambda client: [*lookup.nodes(client, (), about)],
-        "health": lambda client: [*lookup.health(client, (), about, ended=True)],
-        "cordons": lambda client: [*lookup.cordons(client, (), about)],
-        "reservations": lambda client: [*lookup.reservations(client, (), about)],
-        "endpoints": lambda client: [*lookup.endpoints(client, (), about)],
-        "replicas": lambda client: [*lookup.replicas(client, (), about, ended=True)],
-        "adapters": lambda client: [*lookup.adapters(client, (), about)],
-        "watchers": lambda client: [*lookup.watchers(client, (), about)],
-        "decisions": lambda client: [*lookup.decisions(client, (), about, limit=NEWEST)],
-    }
-    for name, read in reads.items():
+    more = {"health": {"ended": True}, "replicas": {"ended": True}, "decisions": {"limit": NEWEST}}
+    for name in [
+        "nodes",
+        "health",
+        "cordons",
+        "reservations",
+        "endpoints",
+        "replicas",
+        "adapters",
+        "watchers",
+        "decisions",
+    ]:
+        read: Callable[..., list[Message]] = getattr(lookup, name)
         try:
             with session.connect() as client:
-                yield f"server/{name}.json", _data([to_dict(one) for one in read(client)])
+                found = read(client, (), about, **more.get(name, {}))
+            yield f"server/{name}.json", _data([to_dict(one) for one in found])
         except GpuscaleError as error:
             yield f"server/{name}.error", f"{error.message}\n"
 

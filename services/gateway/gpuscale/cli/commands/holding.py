@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, TypeVar
 from gpuscale.api.allocator import v1 as api
 from gpuscale.cli.console.terminal import note
 from gpuscale.client.orders import Orders
-from gpuscale.common import errors, wire
-from gpuscale.common.errors import UNANSWERED, GpuscaleError, UnavailableError
+from gpuscale.common import wire
+from gpuscale.common.errors import REFUSALS, UNANSWERED, GpuscaleError, UnavailableError
 from gpuscale.common.names import LEASE_KEY, node_name
 from gpuscale.common.rpc import channel, status
 
@@ -21,13 +21,6 @@ RETRY = 0.5
 """Seconds before an unanswered renewal is retried."""
 PATIENCE, OF_DETACHED = 10.0, 60.0
 """Seconds to retry the first renewal, and the report of the end, without an answer; of a detached job past the end of its lease."""
-REFUSALS = (
-    errors.FailedPreconditionError,
-    errors.NotFoundError,
-    errors.PermissionDeniedError,
-    errors.UnauthenticatedError,
-)
-"""Answers that do not change: the lease is over, or another's."""
 _Answer = TypeVar("_Answer")
 
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, NoReturn, Self
 
 from gpuscale.cli.commands import processes
 from gpuscale.cli.commands.detached_jobs import JobFolder, detach, not_kept, start_granted, start_in_turn
-from gpuscale.cli.commands.holding import REFUSALS, RETRY, LeaseHolder
+from gpuscale.cli.commands.holding import RETRY, LeaseHolder
 from gpuscale.cli.console.terminal import TERMINAL, note
 from gpuscale.client.orders import GREETING, READY, Orders, shown, started_before
 from gpuscale.client.over_ssh import OF_SIGNAL, exit_code
@@ -503,7 +503,7 @@ class Keeper:
         left = self._ends - self._grace - time.monotonic()
         try:
             renewed = self._holder.renew(max(RETRY, min(self._pause, left)))
-        except REFUSALS as error:
+        except errors.REFUSALS as error:
             self.lost = error.message
             return True
         except errors.GpuscaleError as error:
