@@ -42,6 +42,7 @@ class Agents(RuleBasedStateMachine):
     def connect(self, node: str, epoch: int) -> None:
         refused = epoch < self.reporting.get(node, 0) and not self.gone(node)
         before = [stream for stream, _, _ in self.open if stream.node == node]
+        stream: AgentStream
         connect = partial(
             self.nodes.connected, hello(node, epoch=epoch), lambda: self.superseded.append(stream)
         )

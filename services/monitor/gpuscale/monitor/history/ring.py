@@ -281,14 +281,10 @@ class Ring:
     def restore(self, rows: Rows) -> None:
         """Keep the newest of these buckets, which become its own, and no others."""
         self._packed, self._oldest, self._numbers, self._values = rows, 0, _NO_NUMBERS, _NO_VALUES
-        self._cut(self._capacity)
+        self.shorten(self._capacity)
 
     def shorten(self, capacity: int) -> None:
         """Keep at most so many buckets, the newest, from now on."""
-        if capacity != self._capacity:
-            self._cut(capacity)
-
-    def _cut(self, capacity: int) -> None:
         size, oldest, width, packed = len(self), self._oldest, self._width, self._packed
         self._capacity, self._oldest = capacity, 0
         if not oldest and size <= capacity:

@@ -74,16 +74,18 @@ class Saver:
         now = self._clock.now()
         self._timeline = continued(before, newest, self._clock.boot_id, now, wall)
         try:
-            for text in await self._store.recordings():
+            for text in await self._store.bodies("recording"):
                 recording = recording_from_text(text, self._timeline.offset)
                 self._recordings.restore(recording)
                 self._note_final(recording, recording.state)
             offset = self._timeline.offset
-            self._events.restore([event_from_text(text, offset) for text in await self._store.events()])
+            self._events.restore(
+                [event_from_text(text, offset) for text in await self._store.bodies("healthevent")]
+            )
             async for key, rows in self._series():
-                newest = _newest(rows, len(metrics_of(key))) if rows.numbers else None
-                if newest is not None and self._history.restore(key, rows):
-                    self._saved[key] = newest
+                last = _newest(rows, len(metrics_of(key))) if rows.numbers else None
+                if last is not None and self._history.restore(key, rows):
+                    self._saved[key] = last
         except (ValueError, OverflowError) as error:
             raise FailedPreconditionError(
                 f"cannot read {DATABASE} ({error}); it is unchanged", reason="STATE_UNREADABLE"

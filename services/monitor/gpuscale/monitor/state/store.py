@@ -140,23 +140,18 @@ class FleetStore:
 
         return await self._store.read(work)
 
-    async def recordings(self) -> list[str]:
-        """The bodies of all recordings."""
-        return await self._bodies(_RECORDING)
-
-    async def events(self) -> list[str]:
-        """The bodies of all health events."""
-        return await self._bodies(_EVENT)
+    async def bodies(self, name: str) -> list[str]:
+        """All bodies of the table `recording` or `healthevent`."""
+        table = _Table.metadata.tables[name]
+        bodies = select(table.c.body).order_by(table.c.id)
+        return await self._store.read(lambda connection: list(connection.scalars(bodies)))
 
     async def count_gpus(self, chunks: range) -> int:
         """How many GPUs have one of these chunks."""
-
-        def work(connection: Connection) -> int:
-            number, gpu = _CHUNK.c.number, ~_CHUNK.c.key.contains("/")
-            found = select(func.count(distinct(_CHUNK.c.key)))
-            return connection.scalar(found.where(gpu, number >= chunks.start, number < chunks.stop)) or 0
-
-        return await self._store.read(work)
+        key, number = _CHUNK.c.key, _CHUNK.c.number
+        which = (~key.contains("/"), number >= chunks.start, number < chunks.stop)
+        found = select(func.count(distinct(key))).where(*which)
+        return await self._store.read(lambda connection: connection.scalar(found) or 0)
 
     async def chunks(self, first: int = 0) -> AsyncGenerator[list[Chunk], None]:
         """All chunks of history from number `first` on, by series and time, in parts."""
@@ -206,9 +201,3 @@ class FleetStore:
             connection.execute(delete(_CHUNK).where(_CHUNK.c.number < saving.oldest_chunk))
 
         await self._store.write(work, frees=not (saving.recordings or saving.chunks))
-
-    async def _bodies(self, table: Table) -> list[str]:
-        def work(connection: Connection) -> list[str]:
-            return list(connection.scalars(select(table.c.body).order_by(table.c.id)))
-
-        return await self._store.read(work)
