@@ -371,10 +371,7 @@ class Guard:
     def _open_stream(
         self, context: Context, task: _Task, principal: Principal | None
     ) -> Callable[[], None] | None:
-        """Register a stream, which ends soon after its token or certificate expires or is revoked.
-
-        Returns what closes it, if anything does: the generator of a context manager would take half a KB for each of thousands.
-        """
+        """Register a stream, which ends soon after its token or certificate expires or is revoked; what closes it, if any."""
         calls = self._settings.calls
         if principal is None:
             calls.public.add(task)

@@ -271,7 +271,7 @@ def combined(before: Bucket | None, values: "array[float]", width: int) -> Bucke
 
 
 class Together:
-    """Samples of the GPUs of a node, read at the same time, that wait in one array."""
+    """Samples of the GPUs of a node, read at the same time, that wait in one array; none without `series`, once one ended."""
 
     __slots__ = ("_history", "_numbers", "_turn", "_values", "series")
 
@@ -280,11 +280,6 @@ class Together:
         self._numbers, self._values = _NO_NUMBERS, _NO_VALUES  # per sample by metric, each of all GPUs
         self._turn = turn % TURNS
         self.series = series
-
-    @property
-    def ended(self) -> bool:
-        """Whether samples can wait here no more, as one of the series ended or waits elsewhere."""
-        return not self.series
 
     @property
     def newest(self) -> int:

@@ -191,11 +191,8 @@ class Ring:
         width, stop, size = self._width, self._oldest or len(self), len(self)
         begin = stop - count
         if self._packed is None:
-            values = self._values[
-                max(begin, 0) * width : stop * width
-            ].tolist()  # else each look at one makes it anew
-            if begin < 0:
-                values = self._values[begin * width :].tolist() + values
+            before = self._values[begin * width :] if begin < 0 else _NO_VALUES
+            values = (before + self._values[max(begin, 0) * width : stop * width]).tolist()
             if not isnan(sum(values)):
                 columns = [values[metric::width] for metric in range(width)]
                 middles = [sum(column) / count for column in columns]
@@ -229,29 +226,24 @@ class Ring:
         width, size = self._width, row_bytes(self._width)
         if begin >= stop:
             return
-        packed = self._packed
-        if packed is not None:
-            rows: Iterable[tuple[int, float, float, float, int]]
-            if isinstance(packed, bytearray):
-                rows = _form(width, metric).iter_unpack(packed[begin * size : stop * size])
-            else:
-                cells = slice(begin * width + metric, stop * width, width)
-                rows = zip(packed.numbers[begin:stop], *(column[cells] for column in packed[1:]), strict=True)
-            for number, low, mean, high, count in rows:
-                if count:
-                    yield Point(number * step, low, mean, high, count)
-            return
-        values = self._values[begin * width + metric : stop * width : width]
-        for number, value in zip(self._numbers[begin:stop], values, strict=True):
-            if value == value:  # NaN is absent
-                yield Point(number * step, value, value, value, 1)
+        packed, cells = self._packed, slice(begin * width + metric, stop * width, width)
+        rows: Iterable[tuple[int, float, float, float, int]]
+        if isinstance(packed, bytearray):
+            rows = _form(width, metric).iter_unpack(packed[begin * size : stop * size])
+        elif packed is not None:
+            rows = zip(packed.numbers[begin:stop], *(column[cells] for column in packed[1:]), strict=True)
+        else:
+            values = self._values[cells]
+            rows = zip(self._numbers[begin:stop], values, values, values, _sampled(values), strict=True)
+        for number, low, mean, high, count in rows:
+            if count:
+                yield Point(number * step, low, mean, high, count)
 
     def _row_at(self, time: float, step: float) -> int:
         """How many buckets start before a time, by bisection."""
         size = len(self)
-        return bisect_left(
-            range(size), time, key=lambda row: self._number((self._oldest + row) % size) * step
-        )
+        number, oldest = self._number, self._oldest
+        return bisect_left(range(size), time, key=lambda row: number((oldest + row) % size) * step)
 
     def _number(self, row: int) -> int:
         packed = self._packed
@@ -341,10 +333,7 @@ def chunks(rows: Rows, width: int, shift: int) -> Iterator[tuple[int, bytes]]:
 
 
 def unpack(bodies: Iterable[bytes], width: int, shift: int, kept: range = _NUMBERS) -> Rows:
-    """The rows of chunks, with `shift` subtracted from their numbers, without chunks that end before or after `kept`.
-
-    ValueError if one is not of that many metrics.
-    """
+    """The rows of chunks that end within `kept`, `shift` subtracted. ValueError if one is not of that many metrics."""
     rows = Rows.empty()
     for body in map(memoryview, bodies):
         count, rest = divmod(len(body), row_bytes(width))

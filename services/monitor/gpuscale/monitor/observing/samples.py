@@ -169,7 +169,7 @@ class SampleObserver:
             return False
         if (at := now - age) - newest[0] < apart:
             return True
-        if gpus.together is None or gpus.together.ended:
+        if gpus.together is None or not gpus.together.series:
             gpus.together = self._history.together(gpus.uuids)
         if gpus.together is not None:
             gpus.together.add(at, gpus.values)
