@@ -81,11 +81,14 @@ class Rows(NamedTuple):
 
     def pop(self, width: int) -> Bucket:
         """Remove the newest bucket, of `width` metrics, and return it."""
-        self.numbers.pop()
-        _, *columns = self
         bucket = Bucket(self.mins[-width:], self.means[-width:], self.maxs[-width:], self.counts[-width:])
-        for column in columns:
-            del column[-width:]
+        del (
+            self.numbers[-1],
+            self.mins[-width:],
+            self.means[-width:],
+            self.maxs[-width:],
+            self.counts[-width:],
+        )
         return bucket
 
 
@@ -262,7 +265,8 @@ class Ring:
             return packed.part(begin, stop, width)
         found, words = Rows.empty(), array("H", packed[begin * size : stop * size])
         at, rows = 0, 2 * len(words) // size
-        for column, each in zip(found, (2, 2 * width, 2 * width, 2 * width, width), strict=True):
+        columns: Sequence[array[int] | array[float]] = found
+        for column, each in zip(columns, (2, 2 * width, 2 * width, 2 * width, width), strict=True):
             part = array("H", bytes(2 * each * rows))  # word by word of all at once
             for place in range(each):
                 part[place::each] = words[at + place :: size // 2]
@@ -335,7 +339,8 @@ def chunks(rows: Rows, width: int, shift: int) -> Iterator[tuple[int, bytes]]:
 def unpack(bodies: Iterable[bytes], width: int, shift: int, kept: range = _NUMBERS) -> Rows:
     """The rows of chunks that end within `kept`, `shift` subtracted. ValueError if one is not of that many metrics."""
     rows = Rows.empty()
-    for body in map(memoryview, bodies):
+    columns: Sequence[array[int] | array[float]] = rows
+    for body in bodies:
         count, rest = divmod(len(body), row_bytes(width))
         if rest:
             raise ValueError(f"{len(body)} bytes are not rows of {width} metrics")
@@ -344,7 +349,7 @@ def unpack(bodies: Iterable[bytes], width: int, shift: int, kept: range = _NUMBE
             raise ValueError(f"a row has an invalid number: {newest}")
         if newest in kept:
             at = 0
-            for column, each in zip(rows, (4, 4 * width, 4 * width, 4 * width, 2 * width), strict=True):
+            for column, each in zip(columns, (4, 4 * width, 4 * width, 4 * width, 2 * width), strict=True):
                 column.frombytes(body[at : at + each * count])
                 at += each * count
     return rows._replace(numbers=array("i", [number - shift for number in rows.numbers]))

@@ -131,14 +131,10 @@ class FleetStore:
 
     async def boot(self) -> tuple[BootTimeline | None, float]:
         """The timeline of the last run and its newest time; None and 0 before the first run."""
-
-        def work(connection: Connection) -> tuple[BootTimeline | None, float]:
-            row = connection.execute(select(_BOOT)).one_or_none()
-            if row is None:
-                return None, 0.0
-            return BootTimeline(row.boot_id, row.offset_seconds), row.newest_seconds
-
-        return await self._store.read(work)
+        row = await self._store.read(lambda connection: connection.execute(select(_BOOT)).one_or_none())
+        if row is None:
+            return None, 0.0
+        return BootTimeline(row.boot_id, row.offset_seconds), row.newest_seconds
 
     async def bodies(self, name: str) -> list[str]:
         """All bodies of the table `recording` or `healthevent`."""
