@@ -15,20 +15,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
 
-from gpuscale.allocator.domain.model import (
-    UNSEEN,
-    WHOLE,
-    Gpu,
-    GpuProcess,
-    HardwareLook,
-    Node,
-    NodeUse,
-    Reservation,
-    ReservedGpu,
-    Use,
-)
+from gpuscale.allocator.domain import model
 
-_NodeOf: TypeAlias = Callable[[str], Node | None]
+_NodeOf: TypeAlias = Callable[[str], model.Node | None]
 IDLE_PERCENT = 5.0
 """A GPU below this utilization, in percent, is idle."""
 OVERHEAD_BYTES = 1 << 30
@@ -62,7 +51,7 @@ class GpuUsage:
     quarantine: str = ""
     power_watts: float | None = None
     energy_joules: float | None = None
-    hardware: HardwareLook = UNSEEN
+    hardware: model.HardwareLook = model.UNSEEN
     read_at: float | None = None
 
 
@@ -84,7 +73,9 @@ class ReservationUsage:
         return None if self.state is UseState.UNKNOWN else self.state is UseState.IDLE
 
 
-def usage_of(reservation: Reservation, node_of: _NodeOf, use: Use, now: float) -> ReservationUsage:
+def usage_of(
+    reservation: model.Reservation, node_of: _NodeOf, use: model.Use, now: float
+) -> ReservationUsage:
     """The use that the holder of a live reservation makes of it at `now`; `use` says who else holds shares of its GPUs."""
     found = gpus_of(reservation, node_of, use, now)
     states = {one.state for one in found.values()}
@@ -96,7 +87,7 @@ def usage_of(reservation: Reservation, node_of: _NodeOf, use: Use, now: float) -
 
 
 def gpus_of(
-    reservation: Reservation, node_of: _NodeOf, use: Use, now: float, since: float | None = None
+    reservation: model.Reservation, node_of: _NodeOf, use: model.Use, now: float, since: float | None = None
 ) -> dict[str, GpuUsage]:
     """The `gpus` of `usage_of`, from readings since `since`."""
     found: dict[str, GpuUsage] = {}
@@ -107,7 +98,7 @@ def gpus_of(
             continue
         holders = use.gpu(held.uuid).reservations
         others = [one for one in gpu.processes if one.reservation not in holders and not one.unknown]
-        whole, granted = held.milli >= WHOLE, held.memory_bytes
+        whole, granted = held.milli >= model.WHOLE, held.memory_bytes
         memory = gpu.memory_used_bytes if whole else _own_memory(gpu, reservation.id, holders)
         listed = gpu.processes_known and gpu.processes
         if gpu.utilization_percent is None:
@@ -136,7 +127,9 @@ def gpus_of(
     return found
 
 
-def read_since(held: ReservedGpu, node_of: _NodeOf, now: float, since: float | None) -> Gpu | None:
+def read_since(
+    held: model.ReservedGpu, node_of: _NodeOf, now: float, since: float | None
+) -> model.Gpu | None:
     """A GPU as it was read since `since`; None without a fresh reading."""
     node = node_of(held.node)
     for gpu in node.gpus if node else ():
@@ -148,7 +141,12 @@ def read_since(held: ReservedGpu, node_of: _NodeOf, now: float, since: float | N
 
 MOST_JUDGED = 10_000
 """Reservations whose last judgement is cached."""
-_Known = tuple[tuple[ReservedGpu, ...], float, tuple[tuple[str, Node | None, NodeUse], ...], ReservationUsage]
+_Known = tuple[
+    tuple[model.ReservedGpu, ...],
+    float,
+    tuple[tuple[str, model.Node | None, model.NodeUse], ...],
+    ReservationUsage,
+]
 
 
 class UsageJudge:
@@ -157,11 +155,11 @@ class UsageJudge:
     Nodes and their use are replaced when they change; only `fresh_until` moves in place, and only forward.
     """
 
-    def __init__(self, node_of: _NodeOf, use: Use) -> None:
+    def __init__(self, node_of: _NodeOf, use: model.Use) -> None:
         self._node_of, self._use = node_of, use
         self._known: OrderedDict[str, _Known] = OrderedDict()
 
-    def of(self, reservation: Reservation, now: float) -> ReservationUsage:
+    def of(self, reservation: model.Reservation, now: float) -> ReservationUsage:
         """The use that the holder of a live reservation makes of it at `now`."""
         known = self._known.get(reservation.id)
         if known is not None and known[0] is reservation.gpus and now <= known[1]:
@@ -181,7 +179,7 @@ class UsageJudge:
         return found
 
 
-def _own_memory(gpu: Gpu, own_id: str, holders: Collection[str]) -> int | None:
+def _own_memory(gpu: model.Gpu, own_id: str, holders: Collection[str]) -> int | None:
     """What a holder's processes use.
 
     None if a process does not report it, or something may be the holder's: processes of unknown owner; or, for a holder without
@@ -198,7 +196,7 @@ def _own_memory(gpu: Gpu, own_id: str, holders: Collection[str]) -> int | None:
     return None if listed is not None and used - listed > OVERHEAD_BYTES else 0
 
 
-def _total(processes: Sequence[GpuProcess]) -> int | None:
+def _total(processes: Sequence[model.GpuProcess]) -> int | None:
     """The sum of what they use; None if one does not report it."""
     known = [one.memory_bytes for one in processes if one.memory_bytes is not None]
     return sum(known) if len(known) == len(processes) else None

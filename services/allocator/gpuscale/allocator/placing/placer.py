@@ -31,24 +31,16 @@ from gpuscale.allocator.domain.model import (
     Use,
 )
 from gpuscale.allocator.domain.power import PowerRoom
+from gpuscale.allocator.placing import refusal
 from gpuscale.allocator.placing.columns import Floats, Ints
 from gpuscale.allocator.placing.constraints import CODES, Obstacle, capacities
 from gpuscale.allocator.placing.index import Index
 from gpuscale.allocator.placing.outlook import Outlook, outlook
 from gpuscale.allocator.placing.policies import Demand
-from gpuscale.allocator.placing.refusal import (
-    Kept,
-    Refusal,
-    RefusalKind,
-    Survey,
-    refuse,
-    refuse_for_power,
-    unknown_names,
-)
 
 Member = tuple[str, tuple[ReservedGpu, ...]]
 """A node and the GPUs that a member gets there."""
-_NO_ROOM = Refusal(RefusalKind.NO_CAPACITY, "no room", {}, {})
+_NO_ROOM = refusal.Refusal(refusal.RefusalKind.NO_CAPACITY, "no room", {}, {})
 _MOST_ONE_BY_ONE = 128
 _OF_NODES_USE = [
     CODES[one] for one in (Obstacle.NOT_APART, Obstacle.CPU_BELOW_MIN, Obstacle.HOST_MEMORY_BELOW_MIN)
@@ -117,14 +109,16 @@ class Placer:
         if self._arranged:
             self._index.columns.set_cordons(names)
 
-    def place(self, ask: Ask, now: float, *, again: bool = False) -> Pick | Refusal:
+    def place(self, ask: Ask, now: float, *, again: bool = False) -> Pick | refusal.Refusal:
         """Find GPUs for an ask, all members or none; nothing is held.
 
         `again` marks an ask that was placed before, such as one that waits: it is not learned again.
         """
         return self._place(ask, now, again=again)[0]
 
-    def _place(self, ask: Ask, now: float, *, again: bool, told: bool = True) -> tuple[Pick | Refusal, Kept]:
+    def _place(
+        self, ask: Ask, now: float, *, again: bool, told: bool = True
+    ) -> tuple[Pick | refusal.Refusal, refusal.Kept]:
         """The answer, and the nodes that power rules out: placement avoids nodes beyond a budget."""
         kept: dict[str, tuple[Obstacle, str]] = {}
         if ask.power_limit_watts is not None:
@@ -138,11 +132,13 @@ class Placer:
                 again=again,
                 told=told,
             )
-            if isinstance(answer, Refusal):
+            if isinstance(answer, refusal.Refusal):
                 base = self._find(ask, now, again=True, told=told) if kept else answer
-                if isinstance(base, Refusal):
+                if isinstance(base, refusal.Refusal):
                     return base, kept
-                return self._one_by_one(ask, now) or refuse_for_power(ask, kept, answer, self._nodes), kept
+                return self._one_by_one(ask, now) or refusal.refuse_for_power(
+                    ask, kept, answer, self._nodes
+                ), kept
             if not self.power.sums:
                 return answer, kept
             short = self.power.short({gpu.uuid: gpu.node for gpu in answer.gpus}, self.use.newly)
@@ -161,7 +157,7 @@ class Placer:
         with ExitStack() as imagined:
             for number in range(ask.member_count):
                 found = self._place(member, now, again=True, told=False)[0]
-                if isinstance(found, Refusal):
+                if isinstance(found, refusal.Refusal):
                     return None
                 picks.append(found)
                 held = stand_in(f"part {number}", member, found.gpus)
@@ -173,11 +169,11 @@ class Placer:
             tuple(node for one in picks for node in one.nodes),
         )
 
-    def _find(self, ask: Ask, now: float, *, again: bool, told: bool) -> Pick | Refusal:
+    def _find(self, ask: Ask, now: float, *, again: bool, told: bool) -> Pick | refusal.Refusal:
         index = self._arrange()
         shape = index.shape(ask, now, new=not again)
         named = ask.nodes or ask.gpus
-        if named and (unknown := unknown_names(self._nodes, index.columns.nodes, ask)):
+        if named and (unknown := refusal.unknown_names(self._nodes, index.columns.nodes, ask)):
             return unknown
         if ask.member_count > 1:
             placed = place_gang(index, self.use, ask, now)
@@ -189,11 +185,11 @@ class Placer:
         if len(placed) == ask.member_count:
             gpus = tuple([gpu for _, member in placed for gpu in member])
             return Pick(gpus, tuple([node for node, _ in placed]))
-        return refuse(self._survey(ask, now), len(placed)) if told else _NO_ROOM
+        return refusal.refuse(self._survey(ask, now), len(placed)) if told else _NO_ROOM
 
     def place_after(
         self, ask: Ask, now: float, freed: Iterable[str], *, told: bool = False
-    ) -> Pick | Refusal:
+    ) -> Pick | refusal.Refusal:
         """Find GPUs for an ask as if these reservations, all of which hold some, were free; nothing changes.
 
         A refusal has a message only if `told`, which costs more than finding that there is no room.
@@ -268,8 +264,8 @@ class Placer:
         rows = np.flatnonzero(index.value(index.shape(ask, now)) > -np.inf).tolist()
         return [index.columns.nodes[row].id for row in rows]
 
-    def _survey(self, ask: Ask, now: float) -> Survey:
-        return Survey(self._index.columns, self._index.shape(ask, now), self.use, now)
+    def _survey(self, ask: Ask, now: float) -> refusal.Survey:
+        return refusal.Survey(self._index.columns, self._index.shape(ask, now), self.use, now)
 
     def _arrange(self) -> Index:
         """The index, rebuilt when nodes are out of order, were removed, or outgrew it."""

@@ -27,32 +27,7 @@ from weakref import WeakValueDictionary
 from gpuscale.allocator.domain.bookings import Booking, local, milli
 from gpuscale.allocator.domain.model import WHOLE, Ask, Order, Pick
 from gpuscale.allocator.placing.refusal import Refusal, RefusalKind, sentence, unpartitioned
-from gpuscale.allocator.queueing.backfill import (
-    Kept,
-    Promise,
-    beside,
-    choose,
-    clear_of,
-    fewest,
-    make_promise,
-    promise_of,
-    renewed,
-)
-from gpuscale.allocator.queueing.model import (
-    Alike,
-    Foreseen,
-    Grant,
-    LeaseTerms,
-    Looked,
-    QueueObstacle,
-    QueuePlace,
-    QueueWorld,
-    Reason,
-    Revoke,
-    Rules,
-    Step,
-    Waiter,
-)
+from gpuscale.allocator.queueing import backfill, model
 from gpuscale.common.errors import ResourceExhaustedError
 from gpuscale.common.sizes import counted, hours_text
 
@@ -72,12 +47,12 @@ SETTLE = 5.0
 
 
 def forecast(
-    line: Iterable[Waiter],
-    promises: Iterable[Promise],
-    world: QueueWorld,
+    line: Iterable[model.Waiter],
+    promises: Iterable[backfill.Promise],
+    world: model.QueueWorld,
     now: float,
-    admits: Callable[[Waiter], bool],
-) -> Iterator[tuple[Waiter, Foreseen | None]]:
+    admits: Callable[[model.Waiter], bool],
+) -> Iterator[tuple[model.Waiter, model.Foreseen | None]]:
     """The first requests in turn, each with its time; None if unknown, or its quota does not admit it.
 
     Leases may come and go between two items: the leases at the beginning count.
@@ -89,7 +64,7 @@ def forecast(
     for waiter in islice(line, MOST_FORESEEN):
         told, found = taken.pop(waiter, None), None
         if told is not None and told.victims:
-            found = told, Foreseen(told.start)
+            found = told, model.Foreseen(told.start)
         elif not waiter.order.booking and admits(waiter):
             if told is not None:  # what was kept from the earlier ones is not kept from this one
                 needed.clear()
@@ -104,31 +79,31 @@ def forecast(
 
 
 def _soonest(
-    waiter: Waiter,
-    taken: Iterable[Promise],
-    leases: Sequence[LeaseTerms],
+    waiter: model.Waiter,
+    taken: Iterable[backfill.Promise],
+    leases: Sequence[model.LeaseTerms],
     after: float,
     needed: dict[tuple[Ask, Sequence[str]], int],
-    world: QueueWorld,
+    world: model.QueueWorld,
     now: float,
-) -> tuple[Promise, Foreseen] | None:
+) -> tuple[backfill.Promise, model.Foreseen] | None:
     """What a request could have soonest, but not before `after`, beside what is taken.
 
     `needed` is how many leases had to end for an earlier identical ask: it only grows as more is taken.
     """
     over = [lease.id for lease in leases if lease.ends <= after]
     booked = world.booked(waiter.order)
-    ask = beside(waiter.order.ask, [*taken, *booked])
+    ask = backfill.beside(waiter.order.ask, [*taken, *booked])
     same = waiter.order.ask, tuple(one.id for one in booked)
-    found = fewest(ask, over, leases[len(over) :], world, now, least=needed.get(same, 0))
+    found = backfill.fewest(ask, over, leases[len(over) :], world, now, least=needed.get(same, 0))
     if found is None:
         return None
     pick, freed = found
     needed[same] = len(freed)
     last = max(freed, key=attrgetter("ends"), default=None)
     if last is None:
-        return promise_of(waiter, pick, after), Foreseen(after)
-    return promise_of(waiter, pick, last.ends), Foreseen(last.ends, last.earliest, last.latest)
+        return backfill.promise_of(waiter, pick, after), model.Foreseen(after)
+    return backfill.promise_of(waiter, pick, last.ends), model.Foreseen(last.ends, last.earliest, last.latest)
 
 
 def asked_milli(ask: Ask) -> int:
@@ -137,7 +112,7 @@ def asked_milli(ask: Ask) -> int:
     return ask.member_count * ask.gpu_count * (1 if by_memory else ask.gpu_milli)
 
 
-def over_quota(world: QueueWorld, order: Order, pick: Pick | None = None) -> QueueObstacle | None:
+def over_quota(world: model.QueueWorld, order: Order, pick: Pick | None = None) -> model.QueueObstacle | None:
     """Why its tenant's quota does not admit an order, or what was found for it; None if it does."""
     quota = world.quota(order.tenant)
     limit, hours = quota.gpu_milli_limit, quota.gpu_hours_per_month
@@ -147,12 +122,12 @@ def over_quota(world: QueueWorld, order: Order, pick: Pick | None = None) -> Que
     if hours is not None and least and not order.booking:
         month = world.month(order.tenant)
         if month.used + month.booked >= hours:
-            beside = f" and booked {hours_text(month.booked)}" if month.booked else ""
+            also = f" and booked {hours_text(month.booked)}" if month.booked else ""
             helps = "cancel a booking, " if month.used < hours else ""
             helps += f"wait until {local(month.ends)}, or " if hours else ""
-            return QueueObstacle(
-                Reason.QUOTA_EXCEEDED,
-                f"tenant {order.tenant} has used {hours_text(month.used)}{beside} of the {hours:g} GPU-hours that its quota has for this"
+            return model.QueueObstacle(
+                model.Reason.QUOTA_EXCEEDED,
+                f"tenant {order.tenant} has used {hours_text(month.used)}{also} of the {hours:g} GPU-hours that its quota has for this"
                 f" month. {sentence(f'{helps}have the quota raised')}",
                 lasting=not hours,
                 until=month.ends if 0 < hours <= month.used else None,
@@ -169,21 +144,23 @@ def over_quota(world: QueueWorld, order: Order, pick: Pick | None = None) -> Que
     frees = ["release some"] * bool(held) + ["cancel a booking"] * bool(booked)
     helps = "ask for less" if asked > limit else " or ".join(frees)
     holds = f"holds {_gpus(held)}" + (f" and has booked {_gpus(booked)}" if booked else "")
-    return QueueObstacle(
-        Reason.QUOTA_EXCEEDED,
+    return model.QueueObstacle(
+        model.Reason.QUOTA_EXCEEDED,
         f"tenant {order.tenant} may hold {counted(limit / WHOLE, 'GPU')} and {holds}; this asks for {_gpus(asked)}."
         f" {sentence(f'{helps}, or have the quota raised')}",
         lasting=least > limit,
     )
 
 
-def in_turn(waiters: Collection[Waiter], promised: Collection[Waiter], world: QueueWorld) -> Iterator[Waiter]:
+def in_turn(
+    waiters: Collection[model.Waiter], promised: Collection[model.Waiter], world: model.QueueWorld
+) -> Iterator[model.Waiter]:
     """The waiters in the order in which they are served.
 
     Shares are read during the iteration, so earlier grants count. A waiter with a promise precedes the others of its priority:
     otherwise changing shares would move the promise, and nobody would ever fill it.
     """
-    groups = defaultdict[tuple[int, bool, str], deque[Waiter]](deque)
+    groups = defaultdict[tuple[int, bool, str], deque[model.Waiter]](deque)
     for waiter in sorted(waiters, key=attrgetter("number")):
         groups[-waiter.order.priority, waiter not in promised, waiter.order.tenant].append(waiter)
     turns = [(key[:2], _share_of(key, world), group[0].number, key) for key, group in groups.items()]
@@ -202,7 +179,7 @@ def in_turn(waiters: Collection[Waiter], promised: Collection[Waiter], world: Qu
             yield group.popleft()
 
 
-def _share_of(group: tuple[int, bool, str], world: QueueWorld) -> float:
+def _share_of(group: tuple[int, bool, str], world: model.QueueWorld) -> float:
     """A tenant's dominant share: thousandths of GPUs held per weight, plus past use if that counts; 0 with a promise."""
     _, unpromised, tenant = group
     if not unpromised:
@@ -214,18 +191,18 @@ def _gpus(milli: int) -> str:
     return f"{milli / WHOLE:g}"
 
 
-BEHIND_OTHERS = QueueObstacle(
-    Reason.BEHIND_OTHERS,
+BEHIND_OTHERS = model.QueueObstacle(
+    model.Reason.BEHIND_OTHERS,
     "there is room, but it is reserved for requests ahead in the queue: wait for a turn, or ask for less.",
 )
 
 
-def in_the_way(pick: Pick, others: Iterable[Kept]) -> QueueObstacle:
+def in_the_way(pick: Pick, others: Iterable[backfill.Kept]) -> model.QueueObstacle:
     """Why available room (the pick) is not for a request: the first of `others` that keeps it."""
     for one in others:
-        if isinstance(one, Booking) and not clear_of(pick, [one]):
-            return QueueObstacle(
-                Reason.BOOKED,
+        if isinstance(one, Booking) and not backfill.clear_of(pick, [one]):
+            return model.QueueObstacle(
+                model.Reason.BOOKED,
                 f"there is room, but it is {one.why} from {local(one.start)} on: ask with a time limit that ends before,"
                 " as preemptible, or for less.",
             )
@@ -246,14 +223,14 @@ def _could_help(changed: Changed, ask: Ask) -> bool:
 class Queue:
     """Waiting requests by request id."""
 
-    def __init__(self, world: QueueWorld, rules: Rules) -> None:
+    def __init__(self, world: model.QueueWorld, rules: model.Rules) -> None:
         self._world = world
         self._rules = rules
-        self._waiters: dict[str, Waiter] = {}
-        self._alike = WeakValueDictionary[tuple[object, ...], Alike]()
+        self._waiters: dict[str, model.Waiter] = {}
+        self._alike = WeakValueDictionary[tuple[object, ...], model.Alike]()
         self._version = 0
         """Counts what may change an answer."""
-        self._promises: dict[Waiter, Promise] = {}
+        self._promises: dict[model.Waiter, backfill.Promise] = {}
         self._changed: Changed = set()
         self._number = 0
         self.due = self._pressing = False
@@ -262,7 +239,8 @@ class Queue:
         """When a round is due even without changes, because a lease becomes preemptible; None: never."""
         self._hopeless: set[tuple[Ask, int]] = set()
         self._ripening = set[int]()
-        self._unpromised: tuple[Waiter, Ask] | None = None
+        self._refused: dict[Ask, model.QueueObstacle] = {}
+        self._unpromised: tuple[model.Waiter, Ask] | None = None
 
     def __len__(self) -> int:
         return len(self._waiters)
@@ -275,7 +253,7 @@ class Queue:
         """
         return self.due and self._pressing
 
-    def get(self, request_id: str) -> Waiter | None:
+    def get(self, request_id: str) -> model.Waiter | None:
         """The waiter of a request; None if it does not wait."""
         return self._waiters.get(request_id)
 
@@ -299,25 +277,27 @@ class Queue:
         """Seconds that the oldest request has waited; 0 if none waits."""
         return max((now - waiter.since for waiter in self._waiters.values()), default=0.0)
 
-    def line(self, most: int) -> list[Waiter]:
+    def line(self, most: int) -> list[model.Waiter]:
         """The first waiters, in turn."""
         return list(islice(in_turn(self._waiters.values(), self._promises.copy(), self._world), most))
 
-    def promise(self, waiter: Waiter, pick: Pick, start: float, leases: Collection[str]) -> None:
+    def promise(self, waiter: model.Waiter, pick: Pick, start: float, leases: Collection[str]) -> None:
         """Keep a pick for a waiter; these leases leave until `start`."""
-        self._put(waiter, promise_of(waiter, pick, start, leases))
+        self._put(waiter, backfill.promise_of(waiter, pick, start, leases))
 
-    def promised(self, but: Waiter | None) -> list[Promise]:
+    def promised(self, but: model.Waiter | None) -> list[backfill.Promise]:
         """What is promised to anyone except `but`."""
         return [promise for owner, promise in self._promises.items() if owner is not but]
 
-    def add(self, order: Order, now: float, until: float) -> Waiter:
+    def add(self, order: Order, now: float, until: float) -> model.Waiter:
         """Add a request to the queue; ResourceExhaustedError (QUEUE_FULL) unless its place is kept."""
         if not order.reservation_id:
             self.expect_room()
         self._number += 1
         self.due = True
-        waiter = Waiter(order, self._number, now, until, self._alike.setdefault(_ALIKE(order), Alike()))
+        waiter = model.Waiter(
+            order, self._number, now, until, self._alike.setdefault(_ALIKE(order), model.Alike())
+        )
         behind = any(one.order.priority >= order.priority for one in self._promises)
         self._pressing = self._pressing or order.may_preempt or not behind
         self._waiters[order.request_id] = waiter
@@ -332,24 +312,24 @@ class Queue:
                 metadata={"waiting": str(len(self._waiters))},
             )
 
-    def remove(self, waiter: Waiter) -> None:
+    def remove(self, waiter: model.Waiter) -> None:
         """Remove a waiter from the queue; what was promised to it may help others."""
         self._waiters.pop(waiter.order.request_id, None)
         self._give_up(waiter)
 
-    def look(self, order: Order, now: float) -> Pick | Refusal | QueueObstacle:
+    def look(self, order: Order, now: float) -> Pick | Refusal | model.QueueObstacle:
         """Check once whether an order that does not wait yet can be served in its turn; call it when no round is due.
 
         Those who wait cannot use what is free, or it is promised to them: so nobody is passed over.
         """
         if obstacle := over_quota(self._world, order):
             return obstacle
-        if isinstance(ask := self._world.claim(order) if order.booking else order.ask, QueueObstacle):
+        if isinstance(ask := self._world.claim(order) if order.booking else order.ask, model.QueueObstacle):
             return ask
         found = self._world.place(ask, now, again=False)
         others = self._kept_from(order)
-        if isinstance(found, Pick) and others and not clear_of(found, others):
-            free, found = found, self._world.place(beside(ask, others), now, again=True)
+        if isinstance(found, Pick) and others and not backfill.clear_of(found, others):
+            free, found = found, self._world.place(backfill.beside(ask, others), now, again=True)
             if isinstance(found, Refusal):
                 return in_the_way(free, others)
         if isinstance(found, Pick):
@@ -367,7 +347,7 @@ class Queue:
         self.due = self._pressing = True
         self._version += 1
 
-    def round(self, now: float) -> Iterator[Step]:
+    def round(self, now: float) -> Iterator[model.Step]:
         """Go through the queue in turn. Carry out each decision before asking for the next one.
 
         Waiters may come, go and change between two steps; new ones are looked at in the next round.
@@ -376,9 +356,9 @@ class Queue:
         self.look_again, self.due, self._pressing = None, False, False
         self._hopeless, self._ripening = set(), set[int]()
         self._version += 1
-        refused: dict[Ask, QueueObstacle] = {}
-        head: Waiter | None = None
-        position, moved = 0, list[Waiter]()
+        self._refused = {}
+        head: model.Waiter | None = None
+        position, moved = 0, list[model.Waiter]()
         for waiter in in_turn(list(self._waiters.values()), self._promises.copy(), self._world):
             if self._waiters.get(waiter.order.request_id) is not waiter:
                 continue
@@ -388,36 +368,36 @@ class Queue:
             if obstacle is not None:
                 waiter.obstacle = obstacle
             else:
-                found = self._find(waiter, refused, changed, now)
+                found = self._find(waiter, changed, now)
                 if isinstance(found, Pick):
                     # Nobody was passed over, so what the first waiter leaves of its promise needs no round of its own.
                     if not position and (kept := self._promises.pop(waiter, None)):
                         changed = None if changed is None else changed | kept.nodes
-                        refused.clear()
+                        self._refused.clear()
                     self.remove(waiter)
                     self._spends(waiter.order)
                     self._version += 1
-                    yield Grant(waiter, found)
+                    yield model.Grant(waiter, found)
                     continue
-                yield from self._keep(waiter, found, changed, refused, now, first=head is None)
+                yield from self._keep(waiter, found, changed, now, first=head is None)
                 if self._waiters.get(waiter.order.request_id) is not waiter:
                     continue
-                if found.reason is not Reason.QUOTA_EXCEEDED and not waiter.order.booking:
+                if found.reason is not model.Reason.QUOTA_EXCEEDED and not waiter.order.booking:
                     head = head or waiter
                 promise = self._promises.get(waiter)
                 obstacle = self._preempting(waiter, promise, found)
-            place = QueuePlace(position, obstacle, promise.start if promise else None)
+            place = model.QueuePlace(position, obstacle, promise.start if promise else None)
             if place != waiter.place:
                 waiter.place = place
                 moved.append(waiter)
             position += 1
             if looked_at or not position % MOST_AT_ONCE:
-                yield Looked(waiter, moved)
+                yield model.Looked(waiter, moved)
                 moved = []
         if moved:
-            yield Looked(moved[-1], moved)
+            yield model.Looked(moved[-1], moved)
 
-    def foresee(self, now: float) -> Iterator[tuple[Waiter, Foreseen | None]]:
+    def foresee(self, now: float) -> Iterator[tuple[model.Waiter, model.Foreseen | None]]:
         """When the first waiters will be served, if known; nothing changes.
 
         Other work may run between two items.
@@ -431,9 +411,7 @@ class Queue:
             lambda one: over_quota(self._world, one.order) is None,
         )
 
-    def _find(
-        self, waiter: Waiter, refused: dict[Ask, QueueObstacle], changed: Changed, now: float
-    ) -> Pick | QueueObstacle:
+    def _find(self, waiter: model.Waiter, changed: Changed, now: float) -> Pick | model.QueueObstacle:
         if obstacle := over_quota(self._world, waiter.order):
             waiter.obstacle = None
             return obstacle
@@ -441,53 +419,50 @@ class Queue:
         if waiter.obstacle is not None and not helped:
             return waiter.obstacle
         ask = self._world.claim(waiter.order) if waiter.order.booking else waiter.order.ask
-        if isinstance(ask, QueueObstacle):
+        if isinstance(ask, model.QueueObstacle):
             waiter.obstacle = None
             return ask
-        found = self._place(ask, refused, now)
-        if isinstance(found, Pick) and not clear_of(found, others := self._kept_from(waiter.order, waiter)):
-            free, found = found, self._place(beside(ask, others), refused, now)
+        found = self._place(ask, now)
+        if isinstance(found, Pick) and not backfill.clear_of(
+            found, others := self._kept_from(waiter.order, waiter)
+        ):
+            free, found = found, self._place(backfill.beside(ask, others), now)
             found = found if isinstance(found, Pick) else in_the_way(free, others)
-        waiter.obstacle = found if isinstance(found, QueueObstacle) else None
+        waiter.obstacle = found if isinstance(found, model.QueueObstacle) else None
         if isinstance(found, Pick):
             return over_quota(self._world, waiter.order, found) or found
         if helped and not (waiter.order.booking or waiter.order.may_preempt or waiter in self._promises):
             waiter.alike.found, waiter.alike.version = found, self._version
         return found
 
-    def _place(self, ask: Ask, refused: dict[Ask, QueueObstacle], now: float) -> Pick | QueueObstacle:
+    def _place(self, ask: Ask, now: float) -> Pick | model.QueueObstacle:
         """Place an ask, unless it was refused in this round: grants only reduce room."""
-        if (known := refused.get(ask)) is not None:
+        if (known := self._refused.get(ask)) is not None:
             return known
         found = self._world.place(ask, now, again=True)
         if isinstance(found, Refusal):
             lasting = ask.mig_profile and found.kind is RefusalKind.UNSATISFIABLE
             message = unpartitioned(ask) if lasting else found.message
-            refused[ask] = QueueObstacle(Reason.NO_CAPACITY, message)
-            return refused[ask]
+            self._refused[ask] = model.QueueObstacle(model.Reason.NO_CAPACITY, message)
+            return self._refused[ask]
         return found
 
     def _keep(
-        self,
-        waiter: Waiter,
-        found: QueueObstacle,
-        changed: Changed,
-        refused: Collection[Ask],
-        now: float,
-        *,
-        first: bool,
-    ) -> Iterator[Revoke]:
+        self, waiter: model.Waiter, found: model.QueueObstacle, changed: Changed, now: float, *, first: bool
+    ) -> Iterator[model.Revoke]:
         """Keep a promise for a request that does not fit, if it is the first or leases end for it."""
         promise = self._promises.get(waiter)
-        if found.reason is Reason.QUOTA_EXCEEDED:
+        if found.reason is model.Reason.QUOTA_EXCEEDED:
             return self._give_up(waiter)
         if waiter.order.booking or not (first or waiter.order.may_preempt or promise):
             return  # bookings are kept in any case
-        ask = beside(waiter.order.ask, self._kept_from(waiter.order, waiter))
-        promise = promise and (self._settling(promise, now) or renewed(promise, ask, self._world, now))
+        ask = backfill.beside(waiter.order.ask, self._kept_from(waiter.order, waiter))
+        promise = promise and (
+            self._settling(promise, now) or backfill.renewed(promise, ask, self._world, now)
+        )
         preempting = self._preempt(waiter, promise, ask, now)
         if preempting is not None and preempting.victims:
-            yield Revoke(waiter, tuple(sorted(preempting.victims)))
+            yield model.Revoke(waiter, tuple(sorted(preempting.victims)))
             if self._waiters.get(waiter.order.request_id) is not waiter:
                 return  # it left meanwhile
         promise = preempting or promise
@@ -497,13 +472,13 @@ class Queue:
                 if owner is not waiter and not promised.victims:
                     self._give_up(owner)
             if promise is None and (self._unpromised != (waiter, ask) or _could_help(changed, ask)):
-                promise = make_promise(waiter, ask, self._world, now, refused=ask in refused)
+                promise = backfill.make_promise(waiter, ask, self._world, now, refused=ask in self._refused)
                 self._unpromised = None if promise else (waiter, ask)
         elif promise is not None and not promise.victims:
             promise = None
         self._put(waiter, promise)
 
-    def _settling(self, promise: Promise, now: float) -> Promise | None:
+    def _settling(self, promise: backfill.Promise, now: float) -> backfill.Promise | None:
         """The promise as it stood, while GPUs that a victim left may still read busy: nobody else is to leave for them."""
         since = min(promise.start, now)
         there = {lease.id for lease in self._world.leases(promise.nodes)} if promise.victims else ()
@@ -512,7 +487,9 @@ class Queue:
         self.look_again = min(self.look_again or math.inf, since + SETTLE)
         return replace(promise, start=since)
 
-    def _preempt(self, waiter: Waiter, promise: Promise | None, ask: Ask, now: float) -> Promise | None:
+    def _preempt(
+        self, waiter: model.Waiter, promise: backfill.Promise | None, ask: Ask, now: float
+    ) -> backfill.Promise | None:
         """The promise with leases ended for it as its victims, in place of one without."""
         if not waiter.order.may_preempt or (promise and promise.victims):
             return None
@@ -525,7 +502,7 @@ class Queue:
             if lease.preemptible and not lease.revoked and lease.priority < waiter.order.priority
         ]
         ripe = [lease for lease, at in possible if at <= now]
-        found = choose(ask, leases, ripe, self._world, now)
+        found = backfill.choose(ask, leases, ripe, self._world, now)
         if found is None:
             self._hopeless.add((ask, waiter.order.priority))
             if later := [at for _, at in possible if at > now]:
@@ -533,14 +510,16 @@ class Queue:
                 self._ripening.add(waiter.order.priority)
             return None
         victims, pick = found
-        return promise_of(waiter, pick, now + self._rules.grace, [lease.id for lease in victims])
+        return backfill.promise_of(waiter, pick, now + self._rules.grace, [lease.id for lease in victims])
 
-    def _preempting(self, waiter: Waiter, promise: Promise | None, found: QueueObstacle) -> QueueObstacle:
+    def _preempting(
+        self, waiter: model.Waiter, promise: backfill.Promise | None, found: model.QueueObstacle
+    ) -> model.QueueObstacle:
         """The obstacle of a request: if it may preempt, who leaves for it, or when somebody may have to."""
         if not waiter.order.may_preempt:
             return found
         if promise and promise.victims:
-            waiter.foreseen = Foreseen(promise.start)
+            waiter.foreseen = model.Foreseen(promise.start)
             first = ", ".join(f"reservations/{one}" for one in sorted(promise.victims)[:MOST_NAMED])
             more = f" and {left} more" if (left := len(promise.victims) - MOST_NAMED) > 0 else ""
             return replace(
@@ -551,7 +530,7 @@ class Queue:
         ripe = f"{found.message} It may preempt others once they have run for {self._rules.min_runtime:g} s."
         return replace(found, message=ripe)
 
-    def _kept_from(self, order: Order, waiter: Waiter | None = None) -> Sequence[Kept]:
+    def _kept_from(self, order: Order, waiter: model.Waiter | None = None) -> Sequence[backfill.Kept]:
         """What is kept from an order: promised to others ahead of it, or booked. Nothing from one that claims a booking."""
         if order.booking:
             return ()
@@ -568,12 +547,12 @@ class Queue:
         if self._waiters and self._world.quota(order.tenant).gpu_milli_limit is not None:
             self.changed(())
 
-    def _put(self, waiter: Waiter, promise: Promise | None) -> None:
+    def _put(self, waiter: model.Waiter, promise: backfill.Promise | None) -> None:
         before = self._promises.pop(waiter, None)
         if promise is not None:
             self._promises[waiter] = promise
         if before is not None and (promise is None or before.gpus != promise.gpus):
             self.changed(before.nodes)
 
-    def _give_up(self, waiter: Waiter) -> None:
+    def _give_up(self, waiter: model.Waiter) -> None:
         self._put(waiter, None)

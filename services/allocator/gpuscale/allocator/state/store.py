@@ -31,31 +31,10 @@ from sqlalchemy import (
     update,
 )
 
+from gpuscale.allocator.domain import model
 from gpuscale.allocator.domain.jobs import ReservedJob
 from gpuscale.allocator.domain.ledger import KEY_PARTS
-from gpuscale.allocator.domain.model import (
-    WHOLE,
-    Policy,
-    Reservation,
-    ReservedGpu,
-    Score,
-    ScorePart,
-    State,
-    Wanted,
-)
-from gpuscale.allocator.state import schema
-from gpuscale.allocator.state.integrity import (
-    LAST_WRITE,
-    LASTING,
-    LIFE,
-    UNCHECKED,
-    Numbering,
-    StateGuard,
-    check_seals,
-    sealed,
-    total,
-    total_of_life,
-)
+from gpuscale.allocator.state import integrity, schema
 from gpuscale.common.errors import AbortedError, FailedPreconditionError, GpuscaleError, UnavailableError
 from gpuscale.common.secrets import SecretUrl
 from gpuscale.common.store.sqlite_store import Sqlite
@@ -73,18 +52,20 @@ WANTED = "\x1e"
 UNTIL = "\x1c"
 """Precedes the boot time at which a reservation ends at the latest, at the end of the same column."""
 T = TypeVar("T")
-_Reservations: TypeAlias = Sequence[Reservation]
+_Reservations: TypeAlias = Sequence[model.Reservation]
 _Work: TypeAlias = Callable[[Connection], object] | None
 
-_JOB, _WANTED = TypeAdapter(ReservedJob), TypeAdapter(Wanted)
+_JOB, _WANTED = TypeAdapter(ReservedJob), TypeAdapter(model.Wanted)
 _TABLES = schema.Table.metadata.tables
 _RESERVATION, _HOLD = schema.RESERVATION, schema.HOLD
 _RANK, _COUNTER = _TABLES["rank"], _TABLES["counter"]
 
-_AS_WRITTEN = [column for column in LASTING if column not in {"owner", "policy", "create_time", "gpus"}]
-_CHANGING = (*(column for column in LIFE if column != "id"), "life_sum")
-_WRITTEN = {one: str(State.ACTIVE if one is State.PENDING else one) for one in State}
-_ACTIVE: ColumnElement[str] = literal_column(f"'{State.ACTIVE.value}'")
+_AS_WRITTEN = [
+    column for column in integrity.LASTING if column not in {"owner", "policy", "create_time", "gpus"}
+]
+_CHANGING = (*(column for column in integrity.LIFE if column != "id"), "life_sum")
+_WRITTEN = {one: str(model.State.ACTIVE if one is model.State.PENDING else one) for one in model.State}
+_ACTIVE: ColumnElement[str] = literal_column(f"'{model.State.ACTIVE.value}'")
 _COLUMNS: dict[str, Any] = {column.name: bindparam(column.name) for column in _RESERVATION.columns}
 _ADD = Prepared(insert(_RESERVATION).values({**_COLUMNS, "archived": literal_column("0")}))
 _HOLD_GPUS = Prepared(insert(_HOLD))
@@ -122,7 +103,7 @@ class Saved:
     last forgotten, `ranks` the rank of every node ever seen.
     """
 
-    reservations: Sequence[tuple[Reservation, str]]
+    reservations: Sequence[tuple[model.Reservation, str]]
     fence: int
     ranks: Mapping[str, int]
 
@@ -136,7 +117,7 @@ class AllocatorStore:
     reservations that change.
     """
 
-    def __init__(self, store: Store, guard: Numbering, boot_id: str) -> None:
+    def __init__(self, store: Store, guard: integrity.Numbering, boot_id: str) -> None:
         self._store = store
         self._guard = guard
         self._boot_id = boot_id
@@ -155,7 +136,7 @@ class AllocatorStore:
             number = self._guard.next()
             result = work(connection)
             if fence:
-                _COUNT.run(connection, [sealed({"name": schema.FENCE, "value": fence})])
+                _COUNT.run(connection, [integrity.sealed({"name": schema.FENCE, "value": fence})])
             self._note(connection, number)
             self._guard.wrote(number)
             return result
@@ -188,7 +169,9 @@ class AllocatorStore:
         key = [*found.values()]
         if not all(key):
             key = [secrets.randbits(63) for _ in names]
-            rows = [sealed({"name": name, "value": part}) for name, part in zip(names, key, strict=True)]
+            rows = [
+                integrity.sealed({"name": name, "value": part}) for name, part in zip(names, key, strict=True)
+            ]
             await self.change(lambda connection: _COUNT.run(connection, rows))
         return key
 
@@ -237,7 +220,7 @@ class AllocatorStore:
             if rows is None:
                 rows = count(connection, {schema.ROWS: 0})[schema.ROWS]
             rows += len(added)
-            _COUNT.run(connection, [sealed({"name": schema.ROWS, "value": rows})])
+            _COUNT.run(connection, [integrity.sealed({"name": schema.ROWS, "value": rows})])
         if begun:  # first, since they are changed under their new fences
             _BEGIN.run(connection, [{**to_lost(one), "fence": one.fence} for one in begun])
             _FREE_GPUS.run(connection, [{"key": one.id} for one in begun])
@@ -250,13 +233,13 @@ class AllocatorStore:
             ended = [one for one in changed if not one.live]
             if freed := [{"gpu": gpu.uuid, "key": one.id} for one in ended for gpu in one.gpus]:
                 _FREE_GPU.run(connection, freed)  # by key: the holds are those of its last value
-            if lost := [one for one in ended if one.state is State.LOST]:
+            if lost := [one for one in ended if one.state is model.State.LOST]:
                 _CHANGE_GPUS.run(connection, [to_lost(one) for one in lost])
         if also is not None:
             also(connection)
         self._guard.wrote(number, rows)
 
-    async def forget(self, ended: Sequence[Reservation], fence: int) -> None:
+    async def forget(self, ended: Sequence[model.Reservation], fence: int) -> None:
         """Delete records of ended reservations, and record the highest `fence`."""
 
         def work(connection: Connection) -> None:
@@ -269,7 +252,7 @@ class AllocatorStore:
 
     async def save_ranks(self, ranks: Mapping[str, int]) -> None:
         """Write the ranks of new nodes, replacing any that could not be deleted."""
-        rows = [sealed({"node": node, "rank": rank}) for node, rank in ranks.items()]
+        rows = [integrity.sealed({"node": node, "rank": rank}) for node, rank in ranks.items()]
         await self._write(lambda connection: _PUT_RANKS.run(connection, rows))
 
     async def forget_rank(self, node: str, rank: int) -> None:
@@ -279,7 +262,7 @@ class AllocatorStore:
 
     def _note(self, connection: Connection, number: int) -> None:
         """Record a write number that no reservation has."""
-        _COUNT.run(connection, [sealed({"name": LAST_WRITE, "value": number})])
+        _COUNT.run(connection, [integrity.sealed({"name": integrity.LAST_WRITE, "value": number})])
 
     async def _write(self, work: Callable[[Connection], object], added: _Reservations = ()) -> None:
         try:
@@ -313,7 +296,7 @@ def count(connection: Connection, changes: Mapping[str, int]) -> dict[str, int]:
         found = _COUNTED.first(connection, {"name": name})
         values[name] = change + (int(str(found[0])) if found else 0)
         if change:
-            _COUNT.run(connection, [sealed({"name": name, "value": values[name]})])
+            _COUNT.run(connection, [integrity.sealed({"name": name, "value": values[name]})])
     return values
 
 
@@ -359,15 +342,15 @@ def _load(connection: Connection) -> Saved:
     return Saved(reservations, known[schema.FENCE], ranks)
 
 
-def to_row(reservation: Reservation, boot_id: str, number: int) -> dict[str, object]:
+def to_row(reservation: model.Reservation, boot_id: str, number: int) -> dict[str, object]:
     """The row of a reservation in the driver's form: lists and mappings as JSON."""
     row = to_lasting(reservation)
-    row["lasting_sum"] = total(row.values())
+    row["lasting_sum"] = integrity.total(row.values())
     row.update(to_changes(reservation, boot_id, number))
     return row
 
 
-def to_lasting(reservation: Reservation) -> dict[str, object]:
+def to_lasting(reservation: model.Reservation) -> dict[str, object]:
     """The columns that only change if a GPU is lost: `integrity.LASTING`."""
     return {
         "id": reservation.id,
@@ -392,7 +375,7 @@ def to_lasting(reservation: Reservation) -> dict[str, object]:
     }
 
 
-def to_changes(reservation: Reservation, boot_id: str, number: int) -> dict[str, object]:
+def to_changes(reservation: model.Reservation, boot_id: str, number: int) -> dict[str, object]:
     """The columns that a write of this number changes: `integrity.LIFE`, their sum, and the fence."""
     revoke_at, job = reservation.revoke_at, reservation.job
     row: dict[str, object] = {
@@ -409,17 +392,17 @@ def to_changes(reservation: Reservation, boot_id: str, number: int) -> dict[str,
         + ("" if reservation.until is None else f"{UNTIL}{reservation.until}"),
         "write_number": number,
     }
-    row["life_sum"], row["fence"] = total_of_life(row.values()), reservation.fence
+    row["life_sum"], row["fence"] = integrity.total_of_life(row.values()), reservation.fence
     return row
 
 
-def to_lost(reservation: Reservation) -> dict[str, object]:
+def to_lost(reservation: model.Reservation) -> dict[str, object]:
     """The other columns that change if a GPU is lost, with their sum."""
     row = to_lasting(reservation)
-    return {"id": reservation.id, "gpus": row["gpus"], "lasting_sum": total(row.values())}
+    return {"id": reservation.id, "gpus": row["gpus"], "lasting_sum": integrity.total(row.values())}
 
 
-def to_gpus(reservation: Reservation) -> str:
+def to_gpus(reservation: model.Reservation) -> str:
     """The GPUs of a reservation, as JSON."""
     rows: list[dict[str, object]] = []
     for gpu in reservation.gpus:
@@ -443,7 +426,7 @@ def to_gpus(reservation: Reservation) -> str:
     return to_json(rows).decode()
 
 
-def to_holds(one: Reservation) -> Sequence[dict[str, object]]:
+def to_holds(one: model.Reservation) -> Sequence[dict[str, object]]:
     """What a live reservation holds: a row per GPU."""
     held: dict[str, int] = {}
     for gpu in one.gpus:
@@ -451,23 +434,25 @@ def to_holds(one: Reservation) -> Sequence[dict[str, object]]:
     return [{"gpu_uuid": uuid, "reservation_id": one.id, "milli": milli} for uuid, milli in held.items()]
 
 
-def from_row(row: Any) -> Reservation:
+def from_row(row: Any) -> model.Reservation:
     """The reservation of a row, with its JSON columns parsed."""
     owner, _, made_by = row.owner.partition(MADE_BY)
     life, _, until = row.end_reason.partition(UNTIL)
     rest, _, wanted = life.partition(WANTED)
     end_reason, _, job = rest.partition(JOB)
-    return Reservation(
+    return model.Reservation(
         **{name: getattr(row, name) for name in _AS_WRITTEN},
         owner=owner,
         made_by=made_by,
-        policy=Policy(row.policy),
+        policy=model.Policy(row.policy),
         gpus=tuple(
-            ReservedGpu(
+            model.ReservedGpu(
                 **{name: gpu[name] for name in ("node", "uuid", "index", "model", "simulated")},
-                score=Score(gpu["score"], tuple(ScorePart(*part) for part in gpu["parts"]), gpu["note"]),
+                score=model.Score(
+                    gpu["score"], tuple(model.ScorePart(*part) for part in gpu["parts"]), gpu["note"]
+                ),
                 # Rows of schema version 1 knew whole GPUs only.
-                milli=gpu.get("milli", WHOLE),
+                milli=gpu.get("milli", model.WHOLE),
                 memory_bytes=gpu.get("memory"),
                 member=gpu.get("member", 0),
                 lost=gpu.get("lost", False),
@@ -476,7 +461,7 @@ def from_row(row: Any) -> Reservation:
             for gpu in row.gpus
         ),
         ttl=row.ttl_seconds,
-        state=State(row.state),
+        state=model.State(row.state),
         deadline=row.deadline_seconds,
         created=datetime.fromtimestamp(row.create_time, UTC),
         ended=None if row.end_time is None else datetime.fromtimestamp(row.end_time, UTC),
@@ -498,9 +483,9 @@ async def open_store(path: Path, boot_id: str) -> AsyncGenerator[AllocatorStore]
 
     FailedPreconditionError if it is damaged, differs from what was acknowledged, or has another version; it stays as it is.
     """
-    guard = StateGuard(path)
+    guard = integrity.StateGuard(path)
     await asyncio.to_thread(guard.witness.check_before)
-    backend = Sqlite(path, schema.Table.metadata, schema.VERSION, MIGRATIONS, guard, UNCHECKED)
+    backend = Sqlite(path, schema.Table.metadata, schema.VERSION, MIGRATIONS, guard, integrity.UNCHECKED)
     try:
         async with Store.open(backend, name=SERVICE) as store:
             yield AllocatorStore(store, guard, boot_id)
@@ -518,11 +503,11 @@ async def open_shared_store(url: SecretUrl, term: Term, boot_id: str) -> AsyncGe
 
     backend = Postgres(url, SERVICE, schema.Table.metadata, schema.VERSION, MIGRATIONS, term)
     async with Store.open(backend, name=SERVICE) as store:
-        await store.read(partial(check_seals, tables=schema.Table.metadata.sorted_tables))
+        await store.read(partial(integrity.check_seals, tables=schema.Table.metadata.sorted_tables))
         of_reservations = select(func.coalesce(func.max(_RESERVATION.c.write_number), 0)).where(schema.KEPT)
 
         def last_write(connection: Connection) -> int:
             highest: int = connection.execute(of_reservations).scalar_one()
-            return max(highest, count(connection, {LAST_WRITE: 0})[LAST_WRITE])
+            return max(highest, count(connection, {integrity.LAST_WRITE: 0})[integrity.LAST_WRITE])
 
-        yield AllocatorStore(store, Numbering(await store.read(last_write)), boot_id)
+        yield AllocatorStore(store, integrity.Numbering(await store.read(last_write)), boot_id)

@@ -13,21 +13,7 @@ from itertools import count
 from math import ceil
 from typing import NoReturn
 
-from gpuscale.allocator.domain.accounting import (
-    DAY,
-    HALVES,
-    Account,
-    MonthlyUse,
-    Tally,
-    by_day,
-    decayed,
-    ended_at,
-    first_part,
-    granted_since,
-    millis,
-    month_of,
-    resumed,
-)
+from gpuscale.allocator.domain import accounting
 from gpuscale.allocator.domain.durations import Durations, Kin, kin_of, lasted
 from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import Reservation
@@ -65,7 +51,7 @@ class GpuStatistics:
     node: str
     model: str
     milli: int
-    tally: Tally
+    tally: accounting.Tally
 
 
 @dataclass(eq=False)
@@ -84,11 +70,13 @@ class Accounting:
     keep_days: int
     tell: Callable[[Reservation], None] = lambda _: None
     turn: Callable[[], None] = lambda: None
-    totals: dict[str, Tally] = field(default_factory=dict[str, Tally], init=False)
-    months: MonthlyUse = field(default_factory=MonthlyUse, init=False)
+    totals: dict[str, accounting.Tally] = field(default_factory=dict[str, accounting.Tally], init=False)
+    months: accounting.MonthlyUse = field(default_factory=accounting.MonthlyUse, init=False)
     durations: Durations = field(default_factory=Durations, init=False)
     _today: int = field(default=0, init=False)
-    _accounts: dict[str, Account] = field(default_factory=dict[str, Account], init=False)
+    _accounts: dict[str, accounting.Account] = field(
+        default_factory=dict[str, accounting.Account], init=False
+    )
     _fresh: dict[str, Reservation] = field(default_factory=dict[str, Reservation], init=False)
     """As granted, of those without an account: one is opened at the first look or change."""
     _unread: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]], init=False)
@@ -98,12 +86,12 @@ class Accounting:
 
     async def restore(self, saved: Sequence[tuple[Reservation, str]], current: Sequence[Reservation]) -> None:
         """Open the accounts of what was on disk, each with the boot of its deadline; `current` is the same in this boot."""
-        self._today = self._wall() // DAY
-        month = month_of(month_of(self._today)[0] - 1)
+        self._today = self._wall() // accounting.DAY
+        month = accounting.month_of(accounting.month_of(self._today)[0] - 1)
         for _ in range(3):  # the wall clock may be set back a little
             for used in await self.usage.query(*month, ["tenant"]):
                 self.months[month[0], used.tenant] += used.tally.granted
-            month = month_of(month[1])
+            month = accounting.month_of(month[1])
         for owner, tenant, number, milli, lasts in await self.usage.lasted(self._today - LEARNED_DAYS):
             self.durations.add(Kin(owner, tenant, number, milli), lasts / 1000)
         pairs = zip(saved, current, strict=True)
@@ -112,7 +100,7 @@ class Accounting:
         for one, boot, now in held:
             there = standings.get(one.id)
             known = there.until_ms if there and there.boot_id == boot else None
-            self._put(resumed(one, now, known, there.part if there else 0, self._wall()))
+            self._put(accounting.resumed(one, now, known, there.part if there else 0, self._wall()))
 
     def beside(self, changed: Iterable[Reservation]) -> usage_ledger.Work | None:
         """What to write with reservations that change: the last rows of ended ones, the first of continuing ones."""
@@ -136,7 +124,7 @@ class Accounting:
                 account.count(account.until, wall)
                 rows += usage_ledger.rows_of(account, self.clock.boot_id)
             else:
-                end = granted_since(one) if left else ended_at(one)
+                end = accounting.granted_since(one) if left else accounting.ended_at(one)
                 if account.seen:
                     account.count(end, wall, last=True)
                 else:  # it was short: readings since it began cover all its time
@@ -146,14 +134,16 @@ class Accounting:
 
     def _rows_unread(self, first: Reservation, one: Reservation, now: float, wall: int) -> usage_ledger.Rows:
         """The rows of a reservation that ends on the day of its grant, if none of its GPUs was read since; else none."""
-        since, end = granted_since(first), ended_at(one)
-        [(day, piece), *others] = by_day(end - since if end > since else 0, wall)
+        since, end = accounting.granted_since(first), accounting.ended_at(one)
+        [(day, piece), *others] = accounting.by_day(end - since if end > since else 0, wall)
         milli, node_of = {gpu.uuid: gpu.milli for gpu in first.gpus}, self.view.get
         read = [gpu for gpu in first.gpus if read_since(gpu, node_of, now, since / 1000)]
         if read or others or len(milli) < len(first.gpus):
             return []
         self._unread[one.id] = day, piece * sum(milli.values())
-        return usage_ledger.unread_rows(first, first_part(first) + 1, day, piece, end, str(one.end_cause))
+        return usage_ledger.unread_rows(
+            first, accounting.first_part(first) + 1, day, piece, end, str(one.end_cause)
+        )
 
     def note(self, one: Reservation, _news: bool = True) -> None:
         """A reservation was granted, changed or ended, and that is on disk."""
@@ -161,7 +151,7 @@ class Accounting:
             day, granted = self._unread.pop(one.id, (0, 0))
             if self._fresh.pop(one.id, None) is not None:
                 self._total(one.tenant).granted += granted
-                self.months[month_of(day)[0], one.tenant] += granted
+                self.months[accounting.month_of(day)[0], one.tenant] += granted
             self._accounts.pop(one.id, None)
             if (seconds := lasted(one)) is not None:
                 self.durations.add(kin_of(one), seconds)
@@ -188,8 +178,8 @@ class Accounting:
     async def look(self) -> None:
         """Look once at every reservation that holds GPUs."""
         before, self._states = self._states, {}
-        yesterday, self._today = self._today, self._wall() // DAY
-        if month_of(yesterday) != month_of(self._today):
+        yesterday, self._today = self._today, self._wall() // accounting.DAY
+        if accounting.month_of(yesterday) != accounting.month_of(self._today):
             self.turn()
         for nth, account in enumerate(self._all(), 1):
             if nth % SLICE == 0:
@@ -205,7 +195,7 @@ class Accounting:
 
         Live accounts are written first, so that no row still growing is of an old day, whatever the wall clock did.
         """
-        today = self._wall() // DAY
+        today = self._wall() // accounting.DAY
         await self.checkpoint()
         await self.usage.tidy(today, self.keep_days)
 
@@ -217,7 +207,7 @@ class Accounting:
             # What is counted here is queued before any end: the store writes in order.
             batch = [one for one in accounts[start : start + WRITTEN] if self._open(one)]
             for one in batch:
-                one.count(millis(self.clock.now()), self._wall())
+                one.count(accounting.millis(self.clock.now()), self._wall())
             parts = [one.part for one in batch]
             await self.usage.put(
                 [row for one in batch for row in usage_ledger.rows_of(one, self.clock.boot_id)]
@@ -257,46 +247,53 @@ class Accounting:
             )
         return outcome, [*found.values()]
 
-    def _all(self) -> list[Account]:
+    def _all(self) -> list[accounting.Account]:
         """The accounts of live reservations, also of those granted since the last look, unless their end is being written."""
         for one in [*self._fresh.values()]:
             if not self.ledger.closing(one.id):
                 self._opened(one)
         return [*self._accounts.values()]
 
-    def _opened(self, one: Reservation) -> Account:
+    def _opened(self, one: Reservation) -> accounting.Account:
         self._fresh.pop(one.id, None)
-        return self._put(Account(one, granted_since(one), first_part(one)))
+        return self._put(accounting.Account(one, accounting.granted_since(one), accounting.first_part(one)))
 
-    def _total(self, tenant: str) -> Tally:
+    def _total(self, tenant: str) -> accounting.Tally:
         found = self.totals.get(tenant)
-        return found or self.totals.setdefault(tenant if len(self.totals) < TENANTS else OTHER, Tally())
+        return found or self.totals.setdefault(
+            tenant if len(self.totals) < TENANTS else OTHER, accounting.Tally()
+        )
 
-    def _put(self, account: Account) -> Account:
+    def _put(self, account: accounting.Account) -> accounting.Account:
         one = account.reservation
         account.total = self._total(one.tenant)
         for entry in account.entries:
             granted = sum(tally.granted * account.milli[uuid] for uuid, tally in entry.gpus.items())
-            self.months[month_of(entry.day)[0], one.tenant] += granted
+            self.months[accounting.month_of(entry.day)[0], one.tenant] += granted
         account.months = self.months
         self._accounts[one.id] = account
         return account
 
-    def _open(self, account: Account) -> Reservation | None:
+    def _open(self, account: accounting.Account) -> Reservation | None:
         """The current reservation of an account; None if its end is being written, or was."""
         one = account.reservation
         now = None if self.ledger.closing(one.id) else self.ledger.live.get(one.id)
         return now if now and now.fence == one.fence else None
 
     def _look(
-        self, account: Account, now: float, wall: int, at: int | None = None, since: float | None = None
+        self,
+        account: accounting.Account,
+        now: float,
+        wall: int,
+        at: int | None = None,
+        since: float | None = None,
     ) -> list[str]:
         seen = gpus_of(account.reservation, self.view.get, self.ledger.use, now, since)
-        account.look(millis(now) if at is None else at, wall, seen)
+        account.look(accounting.millis(now) if at is None else at, wall, seen)
         return [one.state for one in seen.values()]
 
     def _wall(self) -> int:
-        return millis(self.clock.wall().timestamp())
+        return accounting.millis(self.clock.wall().timestamp())
 
 
 @dataclass(eq=False)
@@ -321,9 +318,9 @@ class FairShare:
 
     async def look(self) -> None:
         """Read the last days, as many as count."""
-        today = millis(self.clock.wall().timestamp()) // DAY
-        days = range(today, today - ceil(HALVES * self.half_life) - 1, -1)
+        today = accounting.millis(self.clock.wall().timestamp()) // accounting.DAY
+        days = range(today, today - ceil(accounting.HALVES * self.half_life) - 1, -1)
         used = [await self.usage.query(day, day + 1, ["tenant"]) for day in days]
         granted = [{one.tenant: one.tally.granted for one in of_day} for of_day in used]
         self.past.clear()
-        self.past |= decayed(granted, self.half_life)
+        self.past |= accounting.decayed(granted, self.half_life)

@@ -12,12 +12,7 @@ from gpuscale.allocator.domain.usage import ReservationUsage, UsageJudge
 from gpuscale.allocator.state.archive import Archive, RecordFilter
 from gpuscale.allocator.state.commits import Commits, Outcome
 from gpuscale.allocator.usecases.fleet import FleetView
-from gpuscale.common.errors import (
-    FailedPreconditionError,
-    GpuscaleError,
-    NotFoundError,
-    PermissionDeniedError,
-)
+from gpuscale.common import errors
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.security.auth import Principal, Role
 from gpuscale.common.wire import MAX_PAGE_SIZE, page_limit
@@ -36,7 +31,7 @@ class Renewal:
 
     lease: LeaseClaim
     reservation: Reservation | None
-    error: GpuscaleError | None
+    error: errors.GpuscaleError | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,20 +68,24 @@ class Leases:
         await self._recall(wanted)
         before: list[Reservation] = []
         after: list[Reservation] = []
-        refused: dict[LeaseClaim, GpuscaleError] = {}
+        refused: dict[LeaseClaim, errors.GpuscaleError] = {}
         now = self.clock.now()
         for lease in wanted:
             try:
                 found = self._owned(lease.id, caller)
                 after.append(self.ledger.renew(lease.id, lease.fence, None, now))
                 before.append(found)
-            except (NotFoundError, PermissionDeniedError, FailedPreconditionError) as error:
+            except (
+                errors.NotFoundError,
+                errors.PermissionDeniedError,
+                errors.FailedPreconditionError,
+            ) as error:
                 refused[lease] = error
         failure = await self.commits.change(before, after) if after else None
         renewals: list[Renewal] = []
         for lease in wanted:
             problem = refused.get(lease) or failure
-            unseen = isinstance(problem, (NotFoundError, PermissionDeniedError))
+            unseen = isinstance(problem, (errors.NotFoundError, errors.PermissionDeniedError))
             renewals.append(Renewal(lease, None if unseen else self.ledger.get(lease.id), problem))
         return renewals
 
@@ -98,7 +97,7 @@ class Leases:
         FailedPreconditionError unless the lease holds them all, PermissionDeniedError if `token` is for another.
         """
         if caller.role is Role.AGENT and caller.name != node:
-            raise PermissionDeniedError(
+            raise errors.PermissionDeniedError(
                 f"agent {caller.name} may only ask about the node of that name, not {node}",
                 reason="OTHER_NODE",
             )
@@ -109,7 +108,7 @@ class Leases:
         asked, use = list(uuids), self.ledger.use
         for uuid in asked:
             if uuid not in held:
-                raise FailedPreconditionError(
+                raise errors.FailedPreconditionError(
                     f"reservation {lease.id} does not hold GPU {uuid} of nodes/{node}",
                     reason="GPU_NOT_HELD",
                     metadata={"reservation": lease.id, "gpu": uuid},
@@ -139,7 +138,7 @@ class Leases:
                 found = self.ledger.get(reservation_id)
                 after.append(self.ledger.revoke(reservation_id, at, reason))
                 before.append(found)
-            except (NotFoundError, FailedPreconditionError):
+            except (errors.NotFoundError, errors.FailedPreconditionError):
                 continue
         if after:
             await _written(self.commits.change(before, after))
@@ -151,7 +150,7 @@ class Leases:
         for reservation_id, gpus in lost.items():
             try:
                 found = self.ledger.expect_open(self.ledger.get(reservation_id))
-            except (NotFoundError, FailedPreconditionError):
+            except (errors.NotFoundError, errors.FailedPreconditionError):
                 continue
             gone = frozenset(gpus)
             reason = f"GPU {', '.join(sorted(gone))} vanished from its node"
@@ -182,7 +181,7 @@ class Leases:
         if caller.kind == "lease":
             self._expect_token(caller.lease_token, found)
         elif not found.is_of(caller.name) and caller.role < Role.ADMIN:
-            raise PermissionDeniedError(
+            raise errors.PermissionDeniedError(
                 f"reservation {reservation_id} belongs to {found.owner}, and only its owner or an admin may change it:"
                 f" ask {found.owner} or an admin",
                 reason="NOT_OWNER",
@@ -192,7 +191,7 @@ class Leases:
 
     def _expect_token(self, token: str, found: Reservation) -> None:
         if not self.tokens.proves(token, found):
-            raise PermissionDeniedError(
+            raise errors.PermissionDeniedError(
                 f"that is not the lease token of reservation {found.id}",
                 reason="LEASE_TOKEN_INVALID",
                 metadata={"reservation": found.id},

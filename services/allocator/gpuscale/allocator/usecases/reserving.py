@@ -17,27 +17,12 @@ from typing import NoReturn
 from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import PREEMPTED_FOR, Order, Pick, Reservation
 from gpuscale.allocator.placing.refusal import Reconsider, Refusal, RefusalKind
-from gpuscale.allocator.queueing.model import (
-    Grant,
-    Looked,
-    QueueObstacle,
-    QueuePlace,
-    Reason,
-    Revoke,
-    Step,
-    Waiter,
-)
+from gpuscale.allocator.queueing import model
 from gpuscale.allocator.queueing.queue import MOST_FORESEEN, Queue
 from gpuscale.allocator.state.archive import Archive
 from gpuscale.allocator.state.commits import Commits, Outcome
 from gpuscale.allocator.usecases.fleet import FleetFollower, FleetView
-from gpuscale.common.errors import (
-    FailedPreconditionError,
-    GpuscaleError,
-    NotFoundError,
-    ResourceExhaustedError,
-    request_id_reused,
-)
+from gpuscale.common import errors
 from gpuscale.common.runtime import tasks
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.sizes import counted
@@ -68,11 +53,11 @@ _REST = 2.0
 class _Entry:
     """A waiting request, of one caller or of several that repeat it; `granted` becomes the reservation's id."""
 
-    waiter: Waiter
+    waiter: model.Waiter
     granted: asyncio.Future[str]
     callers: int = 0
     bells: set[asyncio.Event] = field(default_factory=set[asyncio.Event])
-    rung: QueuePlace | None = None
+    rung: model.QueuePlace | None = None
 
     def ring(self) -> None:
         self.rung = self.waiter.place
@@ -80,7 +65,7 @@ class _Entry:
             bell.set()
 
 
-def _is_news(place: QueuePlace, told: QueuePlace | None) -> bool:
+def _is_news(place: model.QueuePlace, told: model.QueuePlace | None) -> bool:
     """Whether a new place is worth telling: any change among the first, and a significant one further back."""
     if told is None or place.position < MOST_FORESEEN:
         return place != told
@@ -98,7 +83,7 @@ class Waiting:
         self._grace = grace
         self._clock = clock
         self._entries: dict[str, _Entry] = {}
-        self._round: Iterator[Step] | None = None
+        self._round: Iterator[model.Step] | None = None
         self._wake = asyncio.Event()
         self._calls = 0
         self._served: Outcome | None = None
@@ -112,7 +97,7 @@ class Waiting:
             self._queue.changed(nodes)
             self._wake.set()
 
-    def look(self, order: Order, now: float) -> Pick | Refusal | QueueObstacle:
+    def look(self, order: Order, now: float) -> Pick | Refusal | model.QueueObstacle:
         """Check once whether an order can be served after everyone ahead of it."""
         while self._round is not None or self._queue.pressing:
             self._advance()
@@ -125,7 +110,7 @@ class Waiting:
         """Whether the request waits; AlreadyExistsError if it waits with other arguments or for another caller."""
         entry = self._entries.get(order.request_id)
         if entry is not None and entry.waiter.order.fingerprint != order.fingerprint:
-            raise request_id_reused(order.request_id)
+            raise errors.request_id_reused(order.request_id)
         return entry is not None
 
     def keep(self, one: Reservation) -> None:
@@ -137,7 +122,7 @@ class Waiting:
         if one.waiting and (entry := self._entries.get(one.request_id)):
             self._leave(entry)
 
-    def place(self, request_id: str) -> QueuePlace | None:
+    def place(self, request_id: str) -> model.QueuePlace | None:
         """The place of a waiting request; None before its first look, or if it does not wait."""
         waiter = self._queue.get(request_id)
         return None if waiter is None or waiter.place is None else self._told(waiter, waiter.place)
@@ -148,7 +133,7 @@ class Waiting:
             if (waiter := self._queue.get(one.request_id)) and waiter.place:
                 await self._foresee(waiter, waiter.place)
 
-    def _told(self, waiter: Waiter, place: QueuePlace) -> QueuePlace:
+    def _told(self, waiter: model.Waiter, place: model.QueuePlace) -> model.QueuePlace:
         return place._replace(foreseen=waiter.foreseen, order=self._queue.factors(waiter.order))
 
     def expect_room(self) -> None:
@@ -159,7 +144,9 @@ class Waiting:
         """Wait in the queue until granted (WAIT_TIMEOUT, QUEUE_FULL); the returned id may not be on disk yet."""
         if self._calls >= MOST_CALLS:
             message = f"{MOST_CALLS} calls already wait, which is the maximum; wait with ReserveAndWatch"
-            raise ResourceExhaustedError(message, reason="QUEUE_FULL", metadata={"waiting": str(self._calls)})
+            raise errors.ResourceExhaustedError(
+                message, reason="QUEUE_FULL", metadata={"waiting": str(self._calls)}
+            )
         self._calls += 1
         entry = self._join(order, seconds)
         try:
@@ -171,13 +158,13 @@ class Waiting:
             self._calls -= 1
             self._leave(entry)
 
-    async def watch(self, order: Order, seconds: float) -> AsyncGenerator[QueuePlace | str]:
+    async def watch(self, order: Order, seconds: float) -> AsyncGenerator[model.QueuePlace | str]:
         """Like `wait`, and yield the place whenever it changes; the last item is the reservation's id."""
         loop = asyncio.get_running_loop()
         until = loop.time() + seconds
         bell, entry = asyncio.Event(), self._join(order, seconds)
         entry.bells.add(bell)
-        told: QueuePlace | None = None
+        told: model.QueuePlace | None = None
         again, quiet = until, 0.0
         try:
             while not entry.granted.done():
@@ -213,7 +200,7 @@ class Waiting:
             entry.bells.discard(bell)
             self._leave(entry)
 
-    async def _foresee(self, asking: Waiter, place: QueuePlace) -> None:
+    async def _foresee(self, asking: model.Waiter, place: model.QueuePlace) -> None:
         """Forecast the wait for everyone, unless that was done a moment ago or is not possible."""
         if place.position >= MOST_FORESEEN:
             return
@@ -264,23 +251,23 @@ class Waiting:
         match step:
             case None:
                 self._round = None
-            case Grant(waiter, pick):
+            case model.Grant(waiter, pick):
                 entry = self._entries.pop(waiter.order.request_id)
                 entry.granted.set_result(self.grant(waiter.order, pick))
                 entry.ring()
-            case Revoke(waiter, leases):
+            case model.Revoke(waiter, leases):
                 # Victims are told when they have to leave. A failed write is undone; the next round chooses again.
                 at, order = self._clock.now() + self._grace, waiter.order
                 reason = f"{PREEMPTED_FOR}a request of {order.tenant} with priority {order.priority}"
                 before = [self._ledger.get(lease) for lease in leases]
                 after = [self._ledger.revoke(one.id, at, reason) for one in before]
 
-                def settled(error: GpuscaleError | None) -> None:
+                def settled(error: errors.GpuscaleError | None) -> None:
                     if error is not None:
                         asyncio.get_running_loop().call_later(REVOKE_AGAIN, self.changed, ())
 
                 self._commits.change(before, after).on_settled(settled)
-            case Looked(_, moved):
+            case model.Looked(_, moved):
                 if self._served is None or self._served.known:
                     self._ring(moved)
                 else:
@@ -288,7 +275,7 @@ class Waiting:
                     self._served.on_settled(lambda _: self._ring(moved))
         return True
 
-    def _ring(self, moved: Iterable[Waiter], *, new: bool = False) -> None:
+    def _ring(self, moved: Iterable[model.Waiter], *, new: bool = False) -> None:
         """Wake those who watch a place with news, or the `new` ones of them: the others once who is served is answered."""
         for waiter in moved:
             waits = self._entries.get(waiter.order.request_id)
@@ -311,7 +298,7 @@ class Waiting:
             before = self._ledger.get(order.reservation_id)
             after = self._ledger.begin(before.id, pick.gpus, now, wall, order.lasts)
 
-            def settled(error: GpuscaleError | None) -> None:
+            def settled(error: errors.GpuscaleError | None) -> None:
                 if error is not None and before.id in self._ledger.live:
                     self.keep(before)
 
@@ -350,7 +337,7 @@ class Waiting:
         place = entry.waiter.place
         said = place and f", {counted(place.position, 'request')} before it: {place.obstacle.message}"
         message = f"not served within {seconds:g} s{said or ''}"
-        raise ResourceExhaustedError(
+        raise errors.ResourceExhaustedError(
             message,
             reason="WAIT_TIMEOUT",
             metadata={"waited_seconds": f"{seconds:g}"}
@@ -387,7 +374,7 @@ class Reserving:
             self.waiting.expect_room()
             placed = self.ledger.grant(order, (), now=self.clock.now(), wall=self.clock.wall(), wait=wait)
 
-            def settled(error: GpuscaleError | None) -> None:
+            def settled(error: errors.GpuscaleError | None) -> None:
                 if error is None:
                     self.waiting.keep(self.ledger.get(placed.id))
 
@@ -397,13 +384,15 @@ class Reserving:
             granted = await self.waiting.wait(order, wait)
         return (await self._answers([granted], [order]))[0]
 
-    async def reserve_and_watch(self, order: Order, wait: float) -> AsyncGenerator[QueuePlace | Reservation]:
+    async def reserve_and_watch(
+        self, order: Order, wait: float
+    ) -> AsyncGenerator[model.QueuePlace | Reservation]:
         """Like `reserve`, and yield the place in the queue meanwhile; the reservation is the last item."""
         granted = await self._begin(order, wait)
         if granted is None:
             async with aclosing(self.waiting.watch(order, wait)) as news:
                 async for one in news:
-                    if isinstance(one, QueuePlace):
+                    if isinstance(one, model.QueuePlace):
                         yield one
                     else:
                         granted = one
@@ -418,7 +407,7 @@ class Reserving:
         requests = [order.request_id for order in orders]
         try:
             ids = self._begin_all(orders)
-        except GpuscaleError:
+        except errors.GpuscaleError:
             await self.archive.recall(requests=requests)
             if not any(self.ledger.knows(request_id=one) for one in requests):
                 raise
@@ -440,7 +429,7 @@ class Reserving:
                     known = self.ledger.grant(order, pick.gpus, now=self.clock.now(), wall=self.clock.wall())
                     granted.append(known)
                 found.append(known.id)
-        except GpuscaleError:
+        except errors.GpuscaleError:
             for one in reversed(granted):
                 self.ledger.withdraw(one)
             raise
@@ -469,12 +458,12 @@ class Reserving:
         if isinstance(found, Refusal):
             found = await self.reconsider(order.ask, found)
         passing = {RefusalKind.NO_CAPACITY, RefusalKind.NODE_NOT_ONLINE}  # an agent comes back
-        lasting = found.lasting if isinstance(found, QueueObstacle) else found.kind not in passing
+        lasting = found.lasting if isinstance(found, model.QueueObstacle) else found.kind not in passing
         if wait > 0 and not lasting:
             return None
         raise self._refused(found)
 
-    def _look(self, order: Order) -> Pick | Refusal | QueueObstacle:
+    def _look(self, order: Order) -> Pick | Refusal | model.QueueObstacle:
         if not self.view.complete:
             raise self.follower.no_telemetry()
         if order.booking:
@@ -495,13 +484,13 @@ class Reserving:
             await self.archive.recall(ids=ids)
         return [self.ledger.get(one) for one in ids]
 
-    def _refused(self, found: Refusal | QueueObstacle) -> GpuscaleError:
-        if isinstance(found, QueueObstacle):
+    def _refused(self, found: Refusal | model.QueueObstacle) -> errors.GpuscaleError:
+        if isinstance(found, model.QueueObstacle):
             # A quota, or what is kept for others: without a wait, that is no capacity.
-            over = found.reason is Reason.QUOTA_EXCEEDED
-            if found.reason is Reason.BOOKING_NOT_OPEN:
-                return FailedPreconditionError(found.message, reason=found.reason)
-            return ResourceExhaustedError(
+            over = found.reason is model.Reason.QUOTA_EXCEEDED
+            if found.reason is model.Reason.BOOKING_NOT_OPEN:
+                return errors.FailedPreconditionError(found.message, reason=found.reason)
+            return errors.ResourceExhaustedError(
                 found.message,
                 reason="QUOTA_EXCEEDED" if over else "NO_CAPACITY",
                 metadata={} if over else {found.reason.lower(): "true"},
@@ -521,12 +510,12 @@ class Reserving:
         return _RETRY_EMPTY if due is None else min(max(due - self.clock.now(), least), most)
 
 
-def refusal_error(found: Refusal, retry_after: float | None = None) -> GpuscaleError:
+def refusal_error(found: Refusal, retry_after: float | None = None) -> errors.GpuscaleError:
     """The error of a refusal."""
     if found.kind is RefusalKind.NOT_FOUND:
-        return NotFoundError(found.message, metadata=found.metadata)
+        return errors.NotFoundError(found.message, metadata=found.metadata)
     if found.kind is RefusalKind.NO_CAPACITY:
-        return ResourceExhaustedError(
+        return errors.ResourceExhaustedError(
             found.message, reason=found.kind, metadata=found.metadata, retry_after=retry_after
         )
-    return FailedPreconditionError(found.message, reason=found.kind, metadata=found.metadata)
+    return errors.FailedPreconditionError(found.message, reason=found.kind, metadata=found.metadata)
