@@ -254,7 +254,7 @@ class Commits:
         size, clock = len(unit.reservations), asyncio.get_running_loop().time
         if size < self._window.expected or self._store.short or tasks.failpoints_set():
             return False
-        *what, told = self._what([unit])
+        added, changed, begun, told = self._what([unit])
         began = clock()
 
         def done(error: Exception | None, _: object) -> None:
@@ -274,7 +274,8 @@ class Commits:
                 elif self._waiting and not filled.done():
                     filled.set_result(None)
 
-        self._alone = self._store.begin(*what, partial(post, letters=told) if told else None, done)
+        also = partial(post, letters=told) if told else None
+        self._alone = self._store.begin(added, changed, begun, also, done)
         return self._alone
 
     async def _write(self, group: list[_Unit]) -> None:
@@ -324,9 +325,9 @@ class Commits:
     async def _save(self, group: Sequence[_Unit]) -> UnavailableError | None:
         if not group:  # all was refused; an empty write would be witnessed, and missed at the next start
             return None
-        *what, told = self._what(group)
+        added, changed, begun, told = self._what(group)
         try:
-            await self._store.save(*what, partial(post, letters=told) if told else None)
+            await self._store.save(added, changed, begun, partial(post, letters=told) if told else None)
         except UnavailableError as error:
             return error
         if told:
