@@ -310,7 +310,11 @@ def _open(value: object) -> object:
 def server_files(session: Session) -> Iterator[tuple[str, str]]:
     """The server's state; a service that does not answer is replaced by its error."""
     about = lookup.About(silent=session.silent)
-    more = {"health": {"ended": True}, "replicas": {"ended": True}, "decisions": {"limit": NEWEST}}
+    more: dict[str, dict[str, object]] = {
+        "health": {"ended": True},
+        "replicas": {"ended": True},
+        "decisions": {"limit": NEWEST},
+    }
     for name in [
         "nodes",
         "health",
