@@ -93,8 +93,8 @@ class Feed:
             call = getattr(getattr(self._client, name), method)(kind(page_size=1), timeout=ASK)
             try:
                 await call
-                trailing = await call.trailing_metadata()
-                self._facts.told(service, str(dict(trailing or ()).get(PROBLEM_KEY, "")))
+                told: dict[str, object] = dict(await call.trailing_metadata() or ())
+                self._facts.told(service, str(told.get(PROBLEM_KEY, "")))
             except DeadlineExceededError as error:
                 self._facts.lost(service, error.message)
             except GpuscaleError:
