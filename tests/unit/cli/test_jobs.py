@@ -286,7 +286,7 @@ def test_a_lost_connection_is_told_where_the_services_are_lost_with_it(
     def away(*_: object, **__: object) -> None:
         raise UnavailableError("nothing answers")
 
-    monkeypatch.setattr(jobs, "supervise_all", lambda *_, **__: [over_ssh.SSH_FAILED])
+    monkeypatch.setattr(over_ssh, "supervise_all", lambda *_, **__: [over_ssh.SSH_FAILED])
     monkeypatch.setattr(jobs.Job, "look", away)
     made = [over_ssh.Supervised(Orders(**NO_TEXTS), [])]
     with pytest.raises(UnavailableError, match="the command is stopped there"):

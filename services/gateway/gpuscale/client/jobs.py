@@ -20,19 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from gpuscale.api.allocator import v1 as allocator_api
+from gpuscale.client import over_ssh
 from gpuscale.client.asks import RunOptions, as_seconds, moving
 from gpuscale.client.lease import abandon
 from gpuscale.client.orders import Orders, folder_name
-from gpuscale.client.over_ssh import (
-    SSH_FAILED,
-    Member,
-    OnStart,
-    Supervised,
-    supervise_all,
-    supervised,
-    words_on,
-    write_together,
-)
 from gpuscale.client.retries import retrying, retrying_async
 from gpuscale.client.states import queued
 from gpuscale.client.this_host import confine, only_here
@@ -132,7 +123,7 @@ def start_job(
     try:
         granted = retrying(lambda: client.allocator.Reserve(request))
         job = Job(client, granted.reservation.name)
-        if made := [supervised(one) for one in orders.of_grant(granted, here)]:
+        if made := [over_ssh.supervised(one) for one in orders.of_grant(granted, here)]:
             once = "request_id" not in options
             with Path(os.devnull).open("wb") as nowhere:
                 quiet = nowhere.fileno()
@@ -150,13 +141,13 @@ def start_job(
 def supervise(
     client: "Client",
     reservation: allocator_api.Reservation,
-    members: Sequence[Supervised],
+    members: Sequence[over_ssh.Supervised],
     *,
     stdout: int,
     once: bool,
     stderr: int | None = None,
     environment: Mapping[str, str] | None = None,
-    on_start: OnStart = id,
+    on_start: over_ssh.OnStart = id,
 ) -> int:
     """Run a job's command under supervisors; returns the exit code of the first member that failed.
 
@@ -168,7 +159,7 @@ def supervise(
     """
     patience = min(LONGEST_START, reservation.remaining.ToTimedelta().total_seconds())
     try:
-        codes = supervise_all(
+        codes = over_ssh.supervise_all(
             members,
             stdout=stdout,
             patience=patience,
@@ -185,16 +176,16 @@ def supervise(
         if first and once:
             give_back(client, reservation)
         return first
-    if len(members) == 1 and SSH_FAILED not in codes:
+    if len(members) == 1 and over_ssh.SSH_FAILED not in codes:
         return first
     try:
         found = Job(client, reservation.name).look()
     except (DeadlineExceededError, UnavailableError):  # this host lost its network, and so the connection
-        if SSH_FAILED not in codes:
+        if over_ssh.SSH_FAILED not in codes:
             raise
         found = reservation
-    if SSH_FAILED in codes and not found.HasField("end_time"):
-        orders = members[codes.index(SSH_FAILED)].orders
+    if over_ssh.SSH_FAILED in codes and not found.HasField("end_time"):
+        orders = members[codes.index(over_ssh.SSH_FAILED)].orders
         then = (
             f"`gpuscalectl get jobs` shows whether the command runs ({reservation.name})"
             if orders.detached
@@ -298,7 +289,7 @@ class Job:
         last: int = KEPT_BYTES,
         lines: int | None = None,
         tell: Tell = id,
-        on_start: OnStart = id,
+        on_start: over_ssh.OnStart = id,
     ) -> None:
         """Write its output, at most `last` bytes or so many lines of each member; with `follow` until it ends. Raises like `Job.logs`."""
         found = self.until_begun(tell=tell) if follow else self.look()
@@ -309,7 +300,7 @@ class Job:
         follow = follow and not found.HasField("end_time")
         script = _shell_reading(found.name.partition("/")[2], follow=follow, last=last, lines=lines)
         members = self._on_nodes(found, _FOLDER + script)
-        codes = write_together(members, descriptor, in_turn=not follow, on_start=on_start)
+        codes = over_ssh.write_together(members, descriptor, in_turn=not follow, on_start=on_start)
         for member, code in zip(members, codes, strict=True):
             if code:
                 known = [
@@ -374,16 +365,16 @@ class Job:
                 f"{self.name} is released: {why}", reason="JOB_NOT_STARTED", metadata={"name": self.name}
             )
 
-    def _on_nodes(self, found: allocator_api.Reservation, script: str) -> list[Member]:
+    def _on_nodes(self, found: allocator_api.Reservation, script: str) -> list[over_ssh.Member]:
         """Shell commands for each member's node, with `%s` replaced by the name of its folder."""
         here = this_node(self._client)
         user, job = found.job.user, found.name.partition("/")[2]
-        made: list[Member] = []
+        made: list[over_ssh.Member] = []
         for number, node in sorted({gpu.member: node_of(gpu) for gpu in found.gpus}.items()):
             words = script % folder_name(job, number, found.job.attempt)
             local = node == here and not user
             words = words if local else f"sh -c {shlex.quote(words)}"
-            made.append(Member(number, node, words_on(node, words, user=user, local=local)))
+            made.append(over_ssh.Member(number, node, over_ssh.words_on(node, words, user=user, local=local)))
         return made
 
     def __enter__(self) -> Self:
@@ -402,7 +393,7 @@ def _shell_reading(job: str, *, follow: bool, last: int, lines: int | None) -> s
 
 
 def _not_there(
-    found: allocator_api.Reservation, member: Member, code: int, what: str
+    found: allocator_api.Reservation, member: over_ssh.Member, code: int, what: str
 ) -> FailedPreconditionError | UnavailableError:
     where, end = f"cannot {what} {found.name} on {member.node}", ""
     if what == "read":  # had it a supervisor that keeps output, its last lines might be known

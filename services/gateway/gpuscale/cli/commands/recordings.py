@@ -18,19 +18,9 @@ from gpuscale.cli.console.bulk import delete_each
 from gpuscale.cli.console.command import Session, command, names, names_of, one_name
 from gpuscale.cli.console.errors import leave
 from gpuscale.cli.console.terminal import note, terminal_width, write_lines
+from gpuscale.cli.grammar import parameters
 from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.nouns import full_name, is_uuid, without_noun
-from gpuscale.cli.grammar.parameters import (
-    AROUND,
-    DURATION,
-    YES,
-    When,
-    local_text,
-    option,
-    repeated,
-    shared,
-    takes,
-)
 from gpuscale.cli.views import monitor as views
 from gpuscale.client.over_ssh import exit_code
 from gpuscale.common import wire
@@ -51,19 +41,21 @@ LONGEST_SECONDS = 604_800.0
 class RecordingOptions:
     """The GPUs to record, as typed."""
 
-    gpu: tuple[str, ...] = shared(
+    gpu: tuple[str, ...] = parameters.shared(
         many=True, metavar="UUID", help="This GPU.", shell_complete=names_of("gpus")
     )
-    node: tuple[str, ...] = shared(
+    node: tuple[str, ...] = parameters.shared(
         many=True, metavar="NAME", help="All GPUs of this node.", shell_complete=names_of("nodes")
     )
-    reservation: str = shared(
+    reservation: str = parameters.shared(
         default="",
         metavar="NAME",
         help="The GPUs of this reservation.",
         shell_complete=names_of("reservations"),
     )
-    interval: float | None = shared(type=DURATION, help="Time between samples; 1s by default.")
+    interval: float | None = parameters.shared(
+        type=parameters.DURATION, help="Time between samples; 1s by default."
+    )
 
     def targets(self, client: "Client") -> tuple[list[str], list[str]]:
         """Resource names and UUIDs to record: by default those in CUDA_VISIBLE_DEVICES, or this node.
@@ -93,7 +85,7 @@ class RecordingOptions:
 
 
 @command("record -- python train.py", context_settings={"allow_interspersed_args": False})
-@takes("wanted", RecordingOptions)
+@parameters.takes("wanted", RecordingOptions)
 @click.argument("command", nargs=-1, required=True, metavar="-- COMMAND...")
 def record(session: Session, wanted: RecordingOptions, command: tuple[str, ...]) -> None:
     """Run a command, then print GPU readings while it ran: minimum, mean, maximum and number of samples.
@@ -196,8 +188,10 @@ def write(session: Session, found: "Sequence[api.Recording]", statistics: Statis
 
 @command("start recording")
 @one_name(required=False)
-@takes("wanted", RecordingOptions)
-@option("--for", "limit", type=DURATION, default="7d", help="Stop by itself after this time.")
+@parameters.takes("wanted", RecordingOptions)
+@parameters.option(
+    "--for", "limit", type=parameters.DURATION, default="7d", help="Stop by itself after this time."
+)
 def start_recording(session: Session, wanted: RecordingOptions, name: str, limit: float) -> None:
     """Record GPUs until `stop recording`.
 
@@ -223,7 +217,7 @@ def stop_recording(session: Session, name: str) -> None:
 
 @command("delete recording rec-1")
 @names("recordings")
-@YES
+@parameters.YES
 def delete_recording(session: Session, name: tuple[str, ...], yes: bool) -> None:
     """Delete recordings; a running one stops."""
     delete_each(session, "recordings", RECORDING, name, api.DeleteRecordingRequest, yes=yes)
@@ -231,15 +225,15 @@ def delete_recording(session: Session, name: tuple[str, ...], yes: bool) -> None
 
 @command("history node host-1")
 @names("nodes", metavar="[gpu|node|endpoint] NAME")
-@takes("when", When)
-@option("--step", type=DURATION, help="Time between points.")
-@repeated("--metric", metavar="NAME", help="Only this metric, such as power_watts.")
-@option("--points", is_flag=True, help="Show every point instead of the trend.")
-@option("--chart", is_flag=True, help="Show a chart of each metric instead of the trend.")
+@parameters.takes("when", parameters.When)
+@parameters.option("--step", type=parameters.DURATION, help="Time between points.")
+@parameters.repeated("--metric", metavar="NAME", help="Only this metric, such as power_watts.")
+@parameters.option("--points", is_flag=True, help="Show every point instead of the trend.")
+@parameters.option("--chart", is_flag=True, help="Show a chart of each metric instead of the trend.")
 def history(
     session: Session,
     name: tuple[str, ...],
-    when: When,
+    when: parameters.When,
     step: float | None,
     metric: tuple[str, ...],
     points: bool,
@@ -250,7 +244,7 @@ def history(
     NAME is a node, a GPU as NODE/INDEX, UUID or the beginning of one, or an endpoint for the GPUs of its current replicas. Shows
     the last 10 minutes by default; --at shows 5 minutes before and after that time. To see who used a GPU: get reservations --gpu.
     """
-    time = when.range(timedelta(minutes=10), AROUND)
+    time = when.range(timedelta(minutes=10), parameters.AROUND)
     if time.since is None:
         raise click.UsageError("--until needs --since")
     span = api.HistorySpan(
@@ -297,7 +291,7 @@ def _note_not_kept(
     answer: "api.QueryHistoryResponse | api.QueryTrendsResponse", begin: datetime | None
 ) -> None:
     if begin and answer.HasField("oldest_time") and (oldest := wire.to_datetime(answer.oldest_time)) > begin:
-        note(f"nothing is kept from before {local_text(oldest)}")
+        note(f"nothing is kept from before {parameters.local_text(oldest)}")
     for name in answer.not_kept:
         note(f"no history of {name}: no readings yet, or the fleet's --history-memory-mib is full")
 
