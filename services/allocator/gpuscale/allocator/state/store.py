@@ -275,10 +275,10 @@ class AllocatorStore:
                 known = select(request_id).where(requests, schema.ARCHIVED)
                 found = await self._store.read(lambda connection: connection.execute(known).scalars().all())
                 if found:
-                    ids = ",".join(found)
-                    problem = "what was granted for the request has ended"
                     raise AbortedError(
-                        problem, reason="REQUEST_ENDED", metadata={"request_ids": ids}
+                        "what was granted for the request has ended",
+                        reason="REQUEST_ENDED",
+                        metadata={"request_ids": ",".join(found)},
                     ) from error
                 raise
         except UnavailableError:
