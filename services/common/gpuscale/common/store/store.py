@@ -329,18 +329,14 @@ class _Job(Generic[T]):
 
     def __init__(self, work: Callable[[Connection], T], done: _Done[T]) -> None:
         self.error: Exception | None = None
+        self.done = done
+        self.values: list[T] = []
         self._work = work
-        self._done = done
-        self._values: list[T] = []
 
     def run(self, connection: Connection) -> None:
         """Do the work and keep its result; called in the worker thread."""
         with self:
-            self._values.append(self._work(connection))
-
-    def settle(self) -> None:
-        """Tell its outcome; called on the event loop."""
-        self._done(self.error, self._values)
+            self.values.append(self._work(connection))
 
     def __enter__(self) -> None: ...
 
@@ -463,7 +459,7 @@ def _answer(future: asyncio.Future[T], error: Exception | None, values: Sequence
 
 def _settle(jobs: Sequence[_Job[Any]]) -> None:
     for job in jobs:
-        job.settle()
+        job.done(job.error, job.values)
 
 
 class Whole(TypeDecorator[int]):
