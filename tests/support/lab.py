@@ -55,10 +55,8 @@ class Lab:
         return found
 
     def held(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = json.loads(self.must("get", "reservations", "-o", "json"))[
-            "reservations"
-        ]
-        return found
+        found: dict[str, list[dict[str, Any]]] = json.loads(self.must("get", "reservations", "-o", "json"))
+        return found["reservations"]
 
     def left(self, beginning: str) -> list[str]:
         """What runs on any host with a command line that begins so."""

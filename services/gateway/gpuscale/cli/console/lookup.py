@@ -31,12 +31,7 @@ from gpuscale.cli.grammar.parameters import decoded, local_text
 from gpuscale.client import Client, GpuscaleError, Mirror, pages, watch
 from gpuscale.client.asks import default_holder
 from gpuscale.common import names
-from gpuscale.common.errors import (
-    DeadlineExceededError,
-    InvalidArgumentError,
-    NotFoundError,
-    UnavailableError,
-)
+from gpuscale.common.errors import DeadlineExceededError, InvalidArgumentError, NotFoundError
 from gpuscale.common.filters import compile_filter, compile_order
 from gpuscale.common.rpc.wrapped_channel import NOT_LEADER
 from gpuscale.common.wire import ANY_TIME, TimeRange, to_datetime, to_timestamp
@@ -117,7 +112,7 @@ def _noting(silent: dict[str, GpuscaleError] | None, name: str) -> Generator[Non
     """Add an error of a request that was waited for in vain to `silent`."""
     try:
         yield
-    except (DeadlineExceededError, UnavailableError) as error:
+    except GpuscaleError as error:
         if silent is not None and (isinstance(error, DeadlineExceededError) or error.reason == NOT_LEADER):
             silent[name] = error
         raise
