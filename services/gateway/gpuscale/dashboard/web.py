@@ -31,19 +31,11 @@ from gpuscale.dashboard.facts import Facts
 from gpuscale.dashboard.feed import Feed
 from gpuscale.dashboard.figures import Figures, counted_requests
 from gpuscale.dashboard.frame import DashboardSite, page
-from gpuscale.dashboard.pages import endpoints
+from gpuscale.dashboard.pages import endpoints, reservations
 from gpuscale.dashboard.pages.audit import audit_page
 from gpuscale.dashboard.pages.fleet import fleet_page, gpu_page, health_page, timeline_page
 from gpuscale.dashboard.pages.policies import policies_page
 from gpuscale.dashboard.pages.recordings import recording_page, recordings_page
-from gpuscale.dashboard.pages.reservations import (
-    all_output,
-    bookings_page,
-    calendar_secret,
-    ical,
-    reservation_page,
-    reservations_page,
-)
 from gpuscale.dashboard.pages.usage import usage_page
 from gpuscale.dashboard.settings import DashboardSettings
 from gpuscale.dashboard.visitors import CALENDAR, VisitorActions, Visitors, require_sign_in
@@ -108,7 +100,11 @@ async def open_dashboard(
             if meter is not None:
                 stack.enter_context(meter.showing(figures.add))
             actions = visitors.actions if visitors else lambda: None
-            secret = partial(calendar_secret, settings.calendar_file) if settings.calendar_file else str
+            secret = (
+                partial(reservations.calendar_secret, settings.calendar_file)
+                if settings.calendar_file
+                else str
+            )
             site = DashboardSite(facts, client, settings.gateway_address, actions, feed.look, secret)
             connections = Connections()
             app = application(site, visitors, names=names, compress=not address.loopback)
@@ -137,10 +133,10 @@ PAGES: Mapping[str, Callable[..., None]] = {
     "/": fleet_page,
     "/gpus/{node}/{uuid}": gpu_page,
     "/time": timeline_page,
-    "/reservations": reservations_page,
-    "/reservations/{reservation}": reservation_page,
+    "/reservations": reservations.reservations_page,
+    "/reservations/{reservation}": reservations.reservation_page,
     "/usage": usage_page,
-    "/bookings": bookings_page,
+    "/bookings": reservations.bookings_page,
     "/policies": policies_page,
     "/endpoints": endpoints.endpoints_page,
     "/endpoints/{endpoint}": endpoints.endpoint_page,
@@ -187,7 +183,7 @@ def application(
             found = await site.client.bookings.ListBookings(request)
         except GpuscaleError as error:
             return PlainTextResponse(f"cannot read the bookings: {error.message}", status_code=503)
-        return Response(ical(found.bookings), media_type="text/calendar")
+        return Response(reservations.ical(found.bookings), media_type="text/calendar")
 
     for path, make in PAGES.items():
         ui.page(path)(partial(make, site))
@@ -242,7 +238,7 @@ def serve_logs(app: FastAPI, visitors: Visitors) -> None:
         )
 
     async def output(request: Request, reservation: str) -> Response:
-        return await text(request, lambda actions: all_output(actions, reservation))
+        return await text(request, lambda actions: reservations.all_output(actions, reservation))
 
     async def log(request: Request, endpoint: str, replica: str) -> Response:
         name = f"endpoints/{endpoint}/replicas/{replica}"

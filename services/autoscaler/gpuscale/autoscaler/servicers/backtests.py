@@ -15,14 +15,7 @@ from uuid import uuid4
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.backtest.simulate import Report
-from gpuscale.autoscaler.servicers.backtest_jobs import (
-    BacktestJob,
-    job_from_wire,
-    least_gpu_hours,
-    report_to_wire,
-    requests_from_wire,
-    run_job,
-)
+from gpuscale.autoscaler.servicers import backtest_jobs
 from gpuscale.autoscaler.servicers.endpoints import find_endpoint
 from gpuscale.autoscaler.signals.sources import Histories
 from gpuscale.autoscaler.state import backtest_store
@@ -105,10 +98,10 @@ class AskedBacktest:
             api.CreateBacktestRequest(spec=self.spec, backtest_id=self.backtest_id, workload=self.workload)
         )
 
-    def job(self) -> BacktestJob:
+    def job(self) -> backtest_jobs.BacktestJob:
         """The run; InvalidArgumentError if it contradicts itself."""
         try:
-            return job_from_wire(self.spec, requests_from_wire(self.workload))
+            return backtest_jobs.job_from_wire(self.spec, backtest_jobs.requests_from_wire(self.workload))
         except errors.InvalidArgumentError as error:  # fields as in this request
             rooms = {"arrivals": "workload.", "service_seconds": "workload."}
             found = [
@@ -124,7 +117,7 @@ class AskedBacktest:
             state=_State.STATE_PENDING,
             request_count=len(self.workload.arrivals)
             + sum(len(one.workload.arrivals) for one in self.spec.policies),
-            work_gpu_hours=least_gpu_hours(self.job()),
+            work_gpu_hours=backtest_jobs.least_gpu_hours(self.job()),
         )
         del message.spec.policies[:]
         message.spec.policies.extend(api.BacktestPolicy(name=one.name) for one in self.spec.policies)
@@ -287,14 +280,14 @@ class Backtests:
         names, done = [one.name for one in run.asked.spec.policies], 0
         for step in [job] if job.shared else [replace(job, parts=[part]) for part in job.parts]:
             figures = await _in_thread(
-                partial(run_job, step, lambda: run.stop.is_set() or time.monotonic() > until)
+                partial(backtest_jobs.run_job, step, lambda: run.stop.is_set() or time.monotonic() > until)
             )
             if figures is None:
                 text = f"it ran for more than {LONGEST_RUN:g} s"
                 await self._fail(name, _Why.END_REASON_TOO_LONG, text)  # unless it was ended
                 return
             found = zip(names[done:], step.parts, figures, strict=False)
-            reports = [report_to_wire(of, part.spec, one) for of, part, one in found]
+            reports = [backtest_jobs.report_to_wire(of, part.spec, one) for of, part, one in found]
             done += len(reports)
             await self._change(name, api.Backtest(done_count=done), reports)
         await self._change(name, self._ended(_State.STATE_SUCCEEDED))
@@ -384,7 +377,7 @@ _ANSWERING = 0.2
 """Seconds of a call's deadline reserved for its answer."""
 
 
-async def run_within(job: BacktestJob, budget: float, turn: asyncio.Lock) -> list[Report]:
+async def run_within(job: backtest_jobs.BacktestJob, budget: float, turn: asyncio.Lock) -> list[Report]:
     """The figures of each policy, within `budget` seconds.
 
     ResourceExhaustedError (BACKTEST_RUNNING) if another holds the `turn`, DeadlineExceededError if it takes longer.
@@ -395,7 +388,7 @@ async def run_within(job: BacktestJob, budget: float, turn: asyncio.Lock) -> lis
         )
     await turn.acquire()
     stop = threading.Event()
-    work = asyncio.ensure_future(asyncio.to_thread(run_job, job, stop.is_set))
+    work = asyncio.ensure_future(asyncio.to_thread(backtest_jobs.run_job, job, stop.is_set))
 
     def ended(_: object) -> None:
         turn.release()
@@ -427,16 +420,18 @@ class BacktestServicer(api.BacktestServiceServicer):
             raise errors.InvalidArgumentError("endpoint cannot be combined with arrivals", field="endpoint")
         history = await self._backtests.history(request)
 
-        def read() -> BacktestJob:
-            return job_from_wire(request, history or requests_from_wire(request))
+        def read() -> backtest_jobs.BacktestJob:
+            return backtest_jobs.job_from_wire(request, history or backtest_jobs.requests_from_wire(request))
 
         job = await asyncio.to_thread(read)  # there may be many requests
         budget = LONGEST_CALL if left is None else left - _ANSWERING
         reports = await run_within(job, budget, self._backtests.turn)
         named = zip(request.policies, job.parts, reports, strict=True)
         return api.BacktestResponse(
-            reports=[report_to_wire(policy.name, part.spec, report) for policy, part, report in named],
-            work_gpu_hours=least_gpu_hours(job),
+            reports=[
+                backtest_jobs.report_to_wire(policy.name, part.spec, report) for policy, part, report in named
+            ],
+            work_gpu_hours=backtest_jobs.least_gpu_hours(job),
         )
 
     async def CreateBacktest(

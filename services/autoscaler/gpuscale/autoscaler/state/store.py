@@ -28,14 +28,7 @@ from gpuscale.autoscaler.domain.replicas import (
     Revocation,
 )
 from gpuscale.autoscaler.domain.spec import Endpoint, EndpointSpec, ReplicaTemplate
-from gpuscale.autoscaler.wire.specs import (
-    from_wire,
-    spec_from_wire,
-    spec_to_wire,
-    template_from_wire,
-    template_to_wire,
-    to_wire,
-)
+from gpuscale.autoscaler.wire import specs
 from gpuscale.common.store.store import Prepared, Whole, revisions
 from gpuscale.common.wire import ANY_TIME, TimeRange
 from gpuscale.internal.autoscaler import v1 as autoscaler_internal
@@ -207,11 +200,11 @@ def save_answer(
 
 @lru_cache(maxsize=8_192)
 def _spec(stored: bytes) -> EndpointSpec:
-    return spec_from_wire(autoscaler_api.EndpointSpec.FromString(stored))
+    return specs.spec_from_wire(autoscaler_api.EndpointSpec.FromString(stored))
 
 
 def _spec_bytes(spec: EndpointSpec) -> bytes:
-    return spec_to_wire(spec).SerializeToString(deterministic=True)
+    return specs.spec_to_wire(spec).SerializeToString(deterministic=True)
 
 
 def _endpoint(row: Mapping[Any, Any], known: Endpoint | None = None) -> Endpoint:
@@ -433,17 +426,17 @@ def _values(one: Replica) -> Mapping[str, Any]:
     group = b""
     if one.group.set:  # as the parts of a message that say it
         wire = autoscaler_internal.DecisionInputs.CapabilitySet(
-            id=one.group.set, groups=[to_wire(autoscaler_api.WorkerGroup(), one.group.asked)]
+            id=one.group.set, groups=[specs.to_wire(autoscaler_api.WorkerGroup(), one.group.asked)]
         )
         if one.group.reported is not None:
-            to_wire(wire.reported, one.group.reported).SetInParent()
+            specs.to_wire(wire.reported, one.group.reported).SetInParent()
         group = wire.SerializeToString(deterministic=True)
     revocation = ""
     if one.revocation is not None:
         revocation = json.dumps({**asdict(one.revocation), "time": one.revocation.time.timestamp()})
     return {
         **{name: getattr(one, name) for name in _SAME},
-        "template": template_to_wire(one.template).SerializeToString(deterministic=True),
+        "template": specs.template_to_wire(one.template).SerializeToString(deterministic=True),
         "create_time": one.create_time.timestamp(),
         "state": one.state.value,
         "goal": one.goal.value,
@@ -465,7 +458,7 @@ def _values(one: Replica) -> Mapping[str, Any]:
 @lru_cache(maxsize=1_024)
 def _template(stored: bytes) -> ReplicaTemplate:
     """Replicas of an endpoint mostly have the same one."""
-    return template_from_wire(autoscaler_api.ReplicaTemplate.FromString(stored))
+    return specs.template_from_wire(autoscaler_api.ReplicaTemplate.FromString(stored))
 
 
 def _replica(row: Mapping[Any, Any]) -> Replica:
@@ -476,8 +469,10 @@ def _replica(row: Mapping[Any, Any]) -> Replica:
     if row["worker_group"]:
         wire = autoscaler_internal.DecisionInputs.CapabilitySet.FromString(row["worker_group"])
         [asked] = wire.groups
-        reported = from_wire(WorkerGroup, wire.reported, "reported") if wire.HasField("reported") else None
-        group = GroupOfReplica(wire.id, from_wire(WorkerGroup, asked, "groups"), reported)
+        reported = (
+            specs.from_wire(WorkerGroup, wire.reported, "reported") if wire.HasField("reported") else None
+        )
+        group = GroupOfReplica(wire.id, specs.from_wire(WorkerGroup, asked, "groups"), reported)
     if row["revocation"]:
         told = json.loads(row["revocation"])
         revocation = Revocation(told["at"], told["leave_at"], moment(told["time"]), told["reason"])

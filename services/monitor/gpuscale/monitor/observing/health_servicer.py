@@ -17,15 +17,7 @@ from gpuscale.common.security.auth import Context
 from gpuscale.common.wire import asked_period, seconds
 from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.monitor.fleet.nodes import Directory, Nodes
-from gpuscale.monitor.health.checks import (
-    HARDWARE_THERMAL,
-    POWER_BRAKE,
-    SOFTWARE_THERMAL,
-    Event,
-    HealthCheck,
-    HealthFacts,
-    HealthSeverity,
-)
+from gpuscale.monitor.health import checks
 from gpuscale.monitor.health.events import Events
 from gpuscale.monitor.health.register import HealthRegister
 from gpuscale.monitor.observing.samples import Dates
@@ -47,7 +39,7 @@ _COMPARED = {"pcie_replays": "pcie_replay_count", "nvlinks_active": "nvlink_acti
 """Fields that are compared with earlier values."""
 
 
-def facts_of(gpu: types_api.Gpu) -> HealthFacts:
+def facts_of(gpu: types_api.Gpu) -> checks.HealthFacts:
     """The facts of a GPU."""
     reading = cast("Message", gpu.reading)
     facts = dict[str, Any]()
@@ -56,13 +48,13 @@ def facts_of(gpu: types_api.Gpu) -> HealthFacts:
             facts[fact] = getattr(reading, name)
     if gpu.reading.HasField("recovery_action"):
         facts["recovery_action"] = _ACTIONS.get(gpu.reading.recovery_action, "OTHER")
-    return HealthFacts(_STATES.get(gpu.state, ""), **facts)
+    return checks.HealthFacts(_STATES.get(gpu.state, ""), **facts)
 
 
 _FINE = frozenset(
     types_api.GpuState.Value(f"GPU_STATE_{word}") for word in ("OK", "DEGRADED", "SLOW", "DIVIDED", "STALE")
 )
-_SLOWDOWN = SOFTWARE_THERMAL | HARDWARE_THERMAL | POWER_BRAKE
+_SLOWDOWN = checks.SOFTWARE_THERMAL | checks.HARDWARE_THERMAL | checks.POWER_BRAKE
 _NO_ACTION = types_api.RecoveryAction.RECOVERY_ACTION_NONE
 
 WATCHED_FIELDS = frozenset(
@@ -103,7 +95,7 @@ class HealthWatch:
         self._heard: dict[str, tuple[str, int]] = {}  # epoch and seq of the newest fault, by node
         self._turns: dict[str, float] = {}  # when to check every GPU of a node again
         self.register = HealthRegister(Events(f"{int(clock.wall().timestamp()):08x}"))
-        self.feed: ResourceFeed[Event] = ResourceFeed(
+        self.feed: ResourceFeed[checks.Event] = ResourceFeed(
             api.WatchHealthResponse, lambda event, _: to_event(event, Dates.of(clock)), shared=1.0
         )
 
@@ -150,7 +142,7 @@ class HealthWatch:
                 self.register.report(node, fault.uuid, fault.xid, now - seconds(fault.age))
         self._tell()
 
-    def clear(self, node: str, uuid: str) -> list[Event]:
+    def clear(self, node: str, uuid: str) -> list[checks.Event]:
         """Lift the quarantine of a GPU; returns the events that no longer quarantine it."""
         lifted = self.register.clear(node, uuid, self._clock.now())
         self._tell()
@@ -182,7 +174,7 @@ class HealthWatch:
                     self.feed.put(event_name(event), event)
                 else:
                     self.feed.remove(event_name(event), event)
-                if event.finding.severity is not HealthSeverity.INFO:
+                if event.finding.severity is not checks.HealthSeverity.INFO:
                     _log.warning(
                         "health event" if event.resolved_at is None else "health event resolved",
                         check=event.check.name,
@@ -204,12 +196,12 @@ class HealthWatch:
                 self._nodes.quarantine(node, quarantines)
 
 
-def event_name(event: Event) -> str:
+def event_name(event: checks.Event) -> str:
     """`healthEvents/{health_event}`."""
     return f"healthEvents/{event.id}"
 
 
-def to_event(event: Event, dates: Dates) -> api.HealthEvent:
+def to_event(event: checks.Event, dates: Dates) -> api.HealthEvent:
     """An event as a message."""
     return api.HealthEvent(
         name=event_name(event),
@@ -244,13 +236,13 @@ class HealthServicer(api.HealthServiceServicer):
     ) -> api.ListHealthEventsResponse:
         node, events = _node(request.parent), self._health.register.events
         self._dates = dates = Dates.of(self._clock, self._dates)
-        checks = {HealthCheck(check) for check in request.checks}
+        asked = {checks.HealthCheck(check) for check in request.checks}
         period = asked_period(request)
         found = [
             event
             for event in events.newest_first()
             if _about(event, node, request.uuid)
-            and (not checks or event.check in checks)
+            and (not asked or event.check in asked)
             and (request.show_resolved or event.resolved_at is None)
             and (not period or period.meets(*dates.span(event.started_at, event.resolved_at)))
         ]
@@ -278,7 +270,7 @@ class HealthServicer(api.HealthServiceServicer):
 
     async def WatchHealth(self, request: api.WatchHealthRequest, context: Context) -> AsyncGenerator[Any]:
         node = _node(request.parent)
-        view: FeedView[Event] = FeedView(
+        view: FeedView[checks.Event] = FeedView(
             of=(lambda event: _about(event, node, request.uuid)) if node or request.uuid else None,
             matches=compile_filter(request.filter, api.HealthEvent) if request.filter else None,
         )
@@ -299,5 +291,5 @@ def _node(parent: str) -> str:
     return parse(NODE, parent, "parent")["node"] if parent else ""
 
 
-def _about(event: Event, node: str, uuid: str) -> bool:
+def _about(event: checks.Event, node: str, uuid: str) -> bool:
     return node in {"", event.node} and uuid.lower() in {"", event.uuid.lower()}
