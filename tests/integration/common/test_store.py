@@ -85,6 +85,27 @@ async def test_closing_finishes_what_was_submitted_and_then_refuses(path: Path) 
     assert [file.name for file in path.parent.iterdir()] == ["notes.db"]
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+async def test_who_fails_when_told_of_a_write_keeps_its_end_from_nobody(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: failed.append(context["exception"]))
+    bug = KeyError("told")
+
+    def fail(*_: object) -> None:
+        raise bug
+
+    async with asyncio.timeout(5), open_notes(path) as notes:
+        async with held(notes):
+            notes.begin(add(1), fail)
+            [beside] = await submit(notes, add(2))
+        assert await beside == 1
+        monkeypatch.setattr(tasks, "hit", fail)  # ends the thread
+        notes.begin(add(3), fail)
+    assert [*map(type, failed)] == [KeyError] * 2
+
+
 async def test_a_full_disk_is_an_error_of_its_own_and_loses_nothing(
     path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

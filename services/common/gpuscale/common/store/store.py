@@ -16,7 +16,7 @@ import sqlite3
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from functools import partial
 from importlib import import_module
@@ -411,7 +411,7 @@ class _Worker:
                 self._loop.call_soon_threadsafe(opened)
                 while self._take():
                     self._serve(connection, self._serving)
-                    self._loop.call_soon_threadsafe(_settle, self._serving)
+                    self._loop.call_soon_threadsafe(_settle, iter(self._serving))
         except GpuscaleError as error:
             failure = error
         finally:
@@ -443,9 +443,9 @@ class _Worker:
                 left.append(job)
         for job in left:
             job.error = job.error or failure
-        _settle(left)
         if not self._ended.done():
             self._ended.set_result(None)
+        _settle(iter(left))
 
 
 def _answer(future: asyncio.Future[T], error: Exception | None, values: Sequence[T]) -> None:
@@ -457,9 +457,14 @@ def _answer(future: asyncio.Future[T], error: Exception | None, values: Sequence
         future.set_exception(error)
 
 
-def _settle(jobs: Sequence[_Job[Any]]) -> None:
-    for job in jobs:
-        job.done(job.error, job.values)
+def _settle(jobs: Iterator[_Job[Any]]) -> None:
+    """Tell who waits for jobs; if telling one raises, the others are told in the next turn of the loop."""
+    try:
+        for job in jobs:
+            job.done(job.error, job.values)
+    finally:
+        if left := [*jobs]:
+            asyncio.get_running_loop().call_soon(_settle, iter(left))
 
 
 class Whole(TypeDecorator[int]):
