@@ -114,6 +114,16 @@ async def test_a_change_that_cannot_be_written_is_undone_at_once() -> None:
         assert of.disk.sizes == [1]
 
 
+async def test_nothing_follows_on_a_change_that_is_written_after_the_stop() -> None:
+    told: list[object] = []
+    async with desk() as of:
+        await asyncio.sleep(0)
+        of.changes.on_change(lambda one, _: told.append(one))
+        of.grant().on_settled(told.append)
+    await asyncio.sleep(1)
+    assert (of.disk.sizes, told) == ([1], [])
+
+
 async def test_an_error_of_who_is_told_of_a_change_ends_the_task() -> None:
     of = Desk()
     of.changes.on_change(lambda one, _: dict[str, None]()[one.id])

@@ -258,6 +258,8 @@ class Commits:
         began = clock()
 
         def done(error: Exception | None, _: object) -> None:
+            if filled.done():  # `run` has ended
+                return
             try:
                 if error is None or isinstance(error, UnavailableError):
                     if told and error is None:
@@ -269,9 +271,9 @@ class Commits:
                     self._size += size
             finally:
                 self._alone, bug = False, sys.exception()
-                if isinstance(bug, Exception) and not filled.done():
+                if isinstance(bug, Exception):
                     filled.set_exception(bug)
-                elif self._waiting and not filled.done():
+                elif self._waiting:
                     filled.set_result(None)
 
         also = partial(post, letters=told) if told else None
