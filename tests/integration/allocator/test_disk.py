@@ -17,9 +17,10 @@ from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import State
 from gpuscale.allocator.state.store import AllocatorStore, open_store
 from gpuscale.api.allocator import v1 as api
-from gpuscale.common.errors import FailedPreconditionError, UnavailableError
+from gpuscale.common.errors import FailedPreconditionError, ResourceExhaustedError, UnavailableError
 from gpuscale.common.rpc.status import PROBLEM_KEY
 from gpuscale.common.runtime import tasks
+from gpuscale.common.secrets import DatabaseUnavailableError
 from gpuscale.common.security.auth import CALLER_KEY
 from gpuscale.common.store.store import Store
 from gpuscale.common.wire import seconds, to_duration
@@ -179,6 +180,19 @@ async def test_an_answer_waits_for_the_disk_and_is_that_of_whoever_asks_again(
         assert {one.state for one in answers} == {Reservation.STATE_ACTIVE}
         [granted] = await client.live()
         assert {one.name for one in answers} == {granted.name}
+
+
+async def test_what_a_write_came_to_that_nobody_waited_for_is_told_as_by_one_that_is_waited_for(
+    tmp_path: Path,
+) -> None:
+    database = DatabaseUnavailableError("the state at a host cannot be used", reason="STATE_UNAVAILABLE")
+    busy, bug = ResourceExhaustedError("too much", reason="STORE_BUSY", retry_after=1.0), KeyError("a bug")
+    async with open_store(tmp_path / DATABASE, "boot") as store:
+        assert await store.why(database, []) is database, "not everybody may read where it is"
+        told = await store.why(busy, [])
+        assert (told.reason, told.retry_after) == ("STORE_BUSY", 1.0)
+        with pytest.raises(KeyError):
+            await store.why(bug, [])
 
 
 async def test_several_releases_at_once_over_a_failing_disk_free_the_gpu_once(

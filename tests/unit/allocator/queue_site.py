@@ -1,7 +1,7 @@
 """The queue with its task, ledger, commits and sweeper on virtual time; whole GPUs of a few nodes, a disk that keeps nothing."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Collection, Mapping
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ from gpuscale.allocator.queueing.queue import Queue
 from gpuscale.allocator.state.commits import Changes, Commits
 from gpuscale.allocator.usecases.endings import Sweeper
 from gpuscale.allocator.usecases.reserving import Waiting
-from gpuscale.common.errors import UnavailableError
+from gpuscale.common.errors import GpuscaleError, UnavailableError
 from gpuscale.common.runtime.tasks import TaskScope
 from tests.support.allocator_values import plain_node, reserved
 from tests.support.clock import LoopClock
@@ -30,11 +30,15 @@ class Disk:
     ) -> None:
         raise NotImplementedError
 
-    def begin(self, *what: Any) -> bool:
+    async def why(self, error: GpuscaleError, _: Sequence[Reservation]) -> UnavailableError:
+        return (
+            error if isinstance(error, UnavailableError) else UnavailableError("refused", reason=error.reason)
+        )
+
+    def begin(self, *what: Any) -> None:
         *saved, done = what
         saving = asyncio.ensure_future(self.save(*saved))
         saving.add_done_callback(lambda one: one.cancelled() or done(one.exception(), None))
-        return True
 
 
 class NoDisk(Disk):

@@ -10,7 +10,7 @@ import pytest
 from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import Reservation
 from gpuscale.allocator.state import commits
-from gpuscale.common.errors import AbortedError, UnavailableError
+from gpuscale.common.errors import AbortedError, FailedPreconditionError, GpuscaleError, UnavailableError
 from gpuscale.common.runtime.tasks import TaskScope
 from tests.support.allocator_values import WALL, order, reserved
 from tests.unit.allocator.queue_site import Disk
@@ -36,9 +36,9 @@ class CountingDisk(Disk):
         if self.errors:
             raise self.errors.pop(0)
 
-    def begin(self, *what: Any) -> bool:
+    def begin(self, *what: Any) -> None:
         self.begun += 1
-        return super().begin(*what)
+        super().begin(*what)
 
     @property
     def sizes(self) -> list[int]:
@@ -94,22 +94,26 @@ async def test_a_change_that_comes_alone_is_begun_in_its_own_turn_of_the_loop_an
         assert (of.disk.begun, of.disk.sizes) == (1, [1, 3])
 
 
-async def test_a_change_that_the_state_refuses_is_written_once_more_before_those_that_came_meanwhile() -> (
-    None
-):
+@pytest.mark.parametrize("refusal", [AbortedError, FailedPreconditionError])
+async def test_a_change_that_the_state_refuses_is_undone_before_those_that_came_meanwhile_are_written(
+    refusal: type[GpuscaleError],
+) -> None:
     async with desk() as of:
         await asyncio.sleep(0)
-        of.disk.errors.append(AbortedError("refused", reason="STATE_CONFLICT"))
+        of.disk.errors.append(refusal("refused", reason="WHY"))
         first, second = of.grant(), of.grant(2)
-        assert [await first, await second] == [None, None]
-        assert of.disk.sizes == [1, 3]
+        assert getattr(await first, "reason", None) == "WHY"
+        assert await second is None
+        assert [one.request_id for one in of.ledger.reservations(ended=False)] == ["request-2", "request-3"]
+        assert await of.grant() is None
+        assert of.disk.sizes == [1, 2, 1]
 
 
 async def test_a_change_that_cannot_be_written_is_undone_at_once() -> None:
     async with desk() as of:
         await asyncio.sleep(0)
         of.disk.errors.append(error := UnavailableError("no disk", reason="STATE_UNAVAILABLE"))
-        assert await of.grant() is error
+        assert getattr(await of.grant(), "reason", None) == error.reason
         assert not of.ledger.live
         assert of.disk.sizes == [1]
 

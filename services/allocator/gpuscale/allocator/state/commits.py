@@ -30,6 +30,8 @@ from gpuscale.common.runtime import tasks
 _Error = UnavailableError | None
 _Pair = tuple[Reservation | None, Reservation]
 _What = tuple[Sequence[Reservation], Sequence[Reservation], Sequence[Reservation], Sequence[Letter]]
+_Filled = asyncio.Future["tuple[_Unit, Exception, Sequence[Reservation]] | None"]
+"""Done once a change waits; or with one that could not be written alone, why, and what it adds."""
 _TOLD = attrgetter("fence", "ttl", "revoke_at", "job")
 """Changes of a live reservation that are reported to watchers and targets: a renewal alone is not."""
 
@@ -184,8 +186,7 @@ class Commits:
         self._changes = changes
         self._waiting: list[_Unit] = []
         self._size = 0
-        self._filled: asyncio.Future[None] | None = None  # what `run` waits for while nothing waits
-        self._alone = False  # whether a change is being written meanwhile
+        self._filled: _Filled | None = None  # what `run` waits for while nothing waits or is written
         self._window = GroupWindow()
         self._all = asyncio.Event()
         self._under_way: dict[str, Outcome] = {}
@@ -216,7 +217,10 @@ class Commits:
         while True:
             if not self._waiting:
                 self._filled = asyncio.Future()
-                await self._filled
+                if failed := await self._filled:
+                    unit, error, added = failed
+                    self._written([unit], await self._store.why(error, added))
+                    continue
             opened, seen = clock(), 0  # a group grows for as long as that pays
             while seen < self._size and (pause := self._window.pause(self._size, clock() - opened)):
                 seen = self._size
@@ -238,47 +242,48 @@ class Commits:
             for one in reservations:
                 self._under_way[one.id] = outcome
         unit = _Unit(kind, reservations, outcome, before)
-        idle = None if self._alone else self._filled
-        if idle is not None and not idle.done() and self._begun_alone(unit, idle):
-            return outcome
+        if (filled := self._filled) is not None and not filled.done():
+            awaited = len(reservations) < self._window.expected
+            if not (awaited or self._store.short or tasks.failpoints_set()):
+                self._begin_alone(unit, filled)
+                return outcome
+            filled.set_result(None)
         self._waiting.append(unit)
         self._size += len(reservations)
-        if idle is not None and not idle.done():
-            idle.set_result(None)
-        elif self._size >= self._window.expected:
+        if self._size >= self._window.expected:
             self._all.set()
         return outcome
 
-    def _begun_alone(self, unit: _Unit, filled: asyncio.Future[None]) -> bool:
-        """Begin to write a change that none is to wait for in this very turn of the loop, if it can be; `run` does the rest."""
+    def _begin_alone(self, unit: _Unit, filled: _Filled) -> None:
+        """Begin to write a change in the turn of the loop that makes it.
+
+        Others wait until it is written, and `run` until there are others, or until it failed.
+        """
         size, clock = len(unit.reservations), asyncio.get_running_loop().time
-        if size < self._window.expected or self._store.short or tasks.failpoints_set():
-            return False
-        added, changed, begun, told = self._what([unit])
-        began = clock()
 
         def done(error: Exception | None, _: object) -> None:
             if filled.done():  # `run` has ended
                 return
             try:
-                if error is None or isinstance(error, UnavailableError):
-                    if told and error is None:
-                        self._posted(told)
-                    self._written([unit], error)
-                    self._window.wrote(size, self._size, clock() - began)
-                else:  # nothing was written, and `run` finds out why
-                    self._waiting.insert(0, unit)
-                    self._size += size
-            finally:
-                self._alone, bug = False, sys.exception()
-                if isinstance(bug, Exception):
-                    filled.set_exception(bug)
-                elif self._waiting:
+                if error is not None:
+                    filled.set_result((unit, error, added))
+                    return
+                if told:
+                    self._posted(told)
+                self._written([unit], None)
+                self._window.wrote(size, self._size, clock() - began)
+                self._filled = filled
+                if self._waiting:
                     filled.set_result(None)
+            finally:
+                if (bug := sys.exception()) is not None:
+                    filled.set_exception(bug)
 
+        began = clock()
+        added, changed, begun, told = self._what([unit])
         also = partial(post, letters=told) if told else None
-        self._alone = self._store.begin(added, changed, begun, also, done)
-        return self._alone
+        self._store.begin(added, changed, begun, also, done)
+        self._filled = None
 
     async def _write(self, group: list[_Unit]) -> None:
         """Write a group in one transaction; if the state refuses any of it, each unit in its own."""

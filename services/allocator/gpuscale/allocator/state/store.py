@@ -197,10 +197,10 @@ class AllocatorStore:
         begun: _Reservations,
         also: _Work,
         done: Callable[[Exception | None, object], None],
-    ) -> bool:
-        """Start what `save` does, in the turn of its caller; `done` gets the store's error. False if that cannot be now."""
+    ) -> None:
+        """Start what `save` does, as `Store.begin`; `why` tells what `save` raises for the error that `done` gets."""
         beside = self.beside(changed) if changed else None
-        return self._store.begin(partial(self._save, beside, added, changed, begun, also), done)
+        self._store.begin(partial(self._save, beside, added, changed, begun, also), done)
 
     def _save(
         self,
@@ -266,27 +266,33 @@ class AllocatorStore:
 
     async def _write(self, work: Callable[[Connection], object], added: _Reservations = ()) -> None:
         try:
-            try:
-                await self._store.write(work, frees=True)  # `commits` refuses what takes room
-            except AbortedError as error:
+            await self._store.write(work, frees=True)  # `commits` refuses what takes room
+        except UnavailableError:
+            raise
+        except GpuscaleError as error:
+            raise await self.why(error, added) from error
+
+    async def why(self, error: Exception, added: _Reservations) -> UnavailableError:
+        """What `save` raises where the store has ended with an error; raises one that is not of the state."""
+        try:
+            if isinstance(error, AbortedError):
                 # What was granted for some of the requests may have ended, and be archived.
                 request_id = _RESERVATION.c.request_id
                 requests = request_id.in_([one.request_id for one in added])
                 known = select(request_id).where(requests, schema.ARCHIVED)
                 found = await self._store.read(lambda connection: connection.execute(known).scalars().all())
                 if found:
-                    raise AbortedError(
-                        "what was granted for the request has ended",
-                        reason="REQUEST_ENDED",
-                        metadata={"request_ids": ",".join(found)},
-                    ) from error
-                raise
-        except UnavailableError:
-            raise
-        except GpuscaleError as error:
-            raise UnavailableError(
-                error.message, reason=error.reason, metadata=error.metadata, retry_after=error.retry_after
-            ) from error
+                    ids = {"request_ids": ",".join(found)}
+                    return UnavailableError(
+                        "what was granted for the request has ended", reason="REQUEST_ENDED", metadata=ids
+                    )
+            raise error
+        except UnavailableError as known:  # as it is: not everybody is told of a database
+            return known
+        except GpuscaleError as known:
+            return UnavailableError(
+                known.message, reason=known.reason, metadata=known.metadata, retry_after=known.retry_after
+            )
 
 
 def count(connection: Connection, changes: Mapping[str, int]) -> dict[str, int]:

@@ -208,9 +208,12 @@ class Store:
             Store.failures += 1
             raise
 
-    def begin(self, work: Callable[[Connection], T], done: "_Done[T]") -> bool:
-        """Start work as `write` does what `frees`, without a task: `done` is called on the loop. False if that cannot be now."""
-        return self._writer.begin(work, done)
+    def begin(self, work: Callable[[Connection], T], done: "_Done[T]") -> None:
+        """Start work that `frees` space, for a caller who does not wait, so that no use case need be `uninterrupted`.
+
+        `done` is told in a later turn of the loop what `write` would raise or return; it should not raise.
+        """
+        self._writer.begin(work, done)
 
     async def read(self, work: Callable[[Connection], T]) -> T:
         """Run `work` in the reader thread on the committed state; it cannot write. Raises as `write`."""
@@ -382,22 +385,21 @@ class _Worker:
         await self._ended
         self._thread.join()
 
-    def begin(self, work: Callable[[Connection], T], done: _Done[T]) -> bool:
-        """Start work; False, and nothing, if it is closed or too much waits."""
-        if self._closed or self._queue.qsize() >= MAX_WAITING:
-            return False
-        self._queue.put(_Job(work, done))
-        return True
+    def begin(self, work: Callable[[Connection], T], done: _Done[T]) -> None:
+        """Start work; `done` is told in a later turn of the loop."""
+        if self._closed:
+            self._loop.call_soon(done, UnavailableError("the state is closed", reason="STORE_CLOSED"), ())
+        elif self._queue.qsize() >= MAX_WAITING:
+            problem = "too many reads and writes of the state are waiting"
+            busy = ResourceExhaustedError(problem, reason="STORE_BUSY", retry_after=1.0)
+            self._loop.call_soon(done, busy, ())
+        else:
+            self._queue.put(_Job(work, done))
 
     async def submit(self, work: Callable[[Connection], T]) -> T:
         future: asyncio.Future[T] = self._loop.create_future()
-        if self.begin(work, partial(_answer, future)):
-            return await future
-        if self._closed:
-            raise UnavailableError("the state is closed", reason="STORE_CLOSED")
-        raise ResourceExhaustedError(
-            "too many reads and writes of the state are waiting", reason="STORE_BUSY", retry_after=1.0
-        )
+        self.begin(work, partial(_answer, future))
+        return await future
 
     def _run(self) -> None:
         failure: GpuscaleError | None = None
