@@ -1,9 +1,9 @@
 """Changes are written in groups: alone at once, together where several callers are at work; virtual time throughout."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any, NoReturn
 
 import pytest
 
@@ -48,11 +48,11 @@ class CountingDisk(Disk):
 class Desk:
     """Commits on a disk of its own, and callers who reserve one GPU each."""
 
-    def __init__(self) -> None:
+    def __init__(self, *letters: Callable[[Sequence[Any]], Sequence[Any]]) -> None:
         self.disk = CountingDisk()
         self.ledger = Ledger()
         self.changes = commits.Changes()
-        self.commits = commits.Commits(self.ledger, self.disk, self.changes)  # pyright: ignore[reportArgumentType]
+        self.commits = commits.Commits(self.ledger, self.disk, self.changes, *letters)  # pyright: ignore[reportArgumentType]
         self._number = 0
 
     def grant(self, count: int = 1) -> commits.Outcome:
@@ -113,7 +113,7 @@ async def test_a_change_that_cannot_be_written_is_undone_at_once() -> None:
     async with desk() as of:
         await asyncio.sleep(0)
         of.disk.errors.append(error := UnavailableError("no disk", reason="STATE_UNAVAILABLE"))
-        assert getattr(await of.grant(), "reason", None) == error.reason
+        assert await of.grant() is error
         assert not of.ledger.live
         assert of.disk.sizes == [1]
 
@@ -128,14 +128,22 @@ async def test_nothing_follows_on_a_change_that_is_written_after_the_stop() -> N
     assert (of.disk.sizes, told) == ([1], [])
 
 
-async def test_an_error_of_who_is_told_of_a_change_ends_the_task() -> None:
-    of = Desk()
-    of.changes.on_change(lambda one, _: dict[str, None]()[one.id])
+def fail(*_: object) -> NoReturn:
+    raise KeyError("a bug")
+
+
+@pytest.mark.parametrize("asked", ["letters", "told"])
+async def test_an_error_of_who_is_asked_or_told_of_a_change_ends_the_task(asked: str) -> None:
+    of = Desk(fail if asked == "letters" else lambda _: ())
+    if asked == "told":
+        of.changes.on_change(fail)
     writing = asyncio.create_task(of.commits.run())
     await asyncio.sleep(0)
-    of.grant()
-    with pytest.raises(KeyError):
-        await writing
+    with suppress(KeyError):
+        of.commits.end([of._granted()])
+    with pytest.raises(KeyError, match="a bug"):
+        async with asyncio.timeout(1):
+            await writing
 
 
 @pytest.mark.parametrize("callers", [4, 16, 64])

@@ -280,10 +280,14 @@ class Commits:
                     filled.set_exception(bug)
 
         began = clock()
-        added, changed, begun, told = self._what([unit])
-        also = partial(post, letters=told) if told else None
-        self._store.begin(added, changed, begun, also, done)
-        self._filled = None
+        try:
+            added, changed, begun, told = self._what([unit])
+            also = partial(post, letters=told) if told else None
+            self._store.begin(added, changed, begun, also, done)
+            self._filled = None
+        finally:
+            if self._filled is filled and (bug := sys.exception()) is not None:
+                filled.set_exception(bug)
 
     async def _write(self, group: list[_Unit]) -> None:
         """Write a group in one transaction; if the state refuses any of it, each unit in its own."""
