@@ -200,7 +200,7 @@ async def test_a_drain_reaches_a_grant_that_is_being_written(
         await hit(name)
 
     async with allocator_client(tmp_path, fleet()) as client:
-        monkeypatch.setattr(tasks, "failpoints_set", lambda: True)
+        monkeypatch.setattr(tasks, "failpoints_set", lambda: ["allocator.reserve.before_commit"])
         monkeypatch.setattr(tasks, "hit_async", slow)
         granted = asyncio.ensure_future(client.reserve(1, "me", ttl=600, nodes=[N1]))
         await writing.wait()

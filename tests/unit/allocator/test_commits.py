@@ -11,7 +11,7 @@ from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import Reservation
 from gpuscale.allocator.state import commits
 from gpuscale.common.errors import AbortedError, FailedPreconditionError, GpuscaleError, UnavailableError
-from gpuscale.common.runtime.tasks import TaskScope
+from gpuscale.common.runtime import tasks
 from tests.support.allocator_values import WALL, order, reserved
 from tests.unit.allocator.queue_site import Disk
 
@@ -67,8 +67,8 @@ class Desk:
 @asynccontextmanager
 async def desk() -> AsyncGenerator[Desk]:
     of = Desk()
-    async with TaskScope() as tasks:
-        tasks.spawn("write changes", of.commits.run())
+    async with tasks.TaskScope() as scope:
+        scope.spawn("write changes", of.commits.run())
         yield of
 
 
@@ -92,6 +92,18 @@ async def test_a_change_that_comes_alone_is_begun_in_its_own_turn_of_the_loop_an
         others = [of.grant(), of.grant(2)]
         assert [await one for one in (first, *others)] == [None] * 3
         assert (of.disk.begun, of.disk.sizes) == (1, [1, 3])
+
+
+@pytest.mark.parametrize(("point", "begun"), [("store", 1), ("end", 1), ("reserve", 0)])
+async def test_a_failpoint_of_another_step_does_not_change_how_a_change_is_written(
+    monkeypatch: pytest.MonkeyPatch, point: str, begun: int
+) -> None:
+    points = tasks.parse_failpoints(f"allocator.{point}.before_commit=sleep:1")
+    monkeypatch.setattr(tasks, "_points", points)
+    async with desk() as of:
+        await asyncio.sleep(0)
+        assert await of.grant() is None
+        assert of.disk.begun == begun
 
 
 @pytest.mark.parametrize("refusal", [AbortedError, FailedPreconditionError])

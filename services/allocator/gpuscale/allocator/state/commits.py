@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from functools import partial
 from itertools import repeat
 from operator import attrgetter
@@ -149,7 +149,7 @@ MAX_GROUP = 256
 """Most changes in one transaction."""
 
 
-class _Kind(Enum):
+class _Kind(StrEnum):
     GRANT = "allocator.reserve.before_commit"
     END = "allocator.end.before_commit"
     CHANGE = "allocator.change.before_commit"
@@ -244,7 +244,7 @@ class Commits:
         unit = _Unit(kind, reservations, outcome, before)
         if (filled := self._filled) is not None and not filled.done():
             awaited = len(reservations) < self._window.expected
-            if not (awaited or self._store.short or tasks.failpoints_set()):
+            if not (awaited or self._store.short or kind in tasks.failpoints_set()):
                 self._begin_alone(unit, filled)
                 return outcome
             filled.set_result(None)
@@ -295,7 +295,7 @@ class Commits:
             whole, group = group, []
             for unit in whole:
                 try:
-                    await tasks.hit_async(unit.kind.value)
+                    await tasks.hit_async(unit.kind)
                     group.append(unit)
                 except UnavailableError as failed:
                     self._settle(unit, failed)

@@ -20,7 +20,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -273,9 +273,9 @@ def parse_failpoints(text: str) -> Mapping[str, _Action]:
 _points = parse_failpoints(os.environ.get(FAILPOINTS, ""))
 
 
-def failpoints_set() -> bool:
-    """Whether any failpoint is set; for code that would otherwise ask for many."""
-    return bool(_points)
+def failpoints_set() -> Collection[str]:
+    """The names of all failpoints that are set; for code that would otherwise ask for many."""
+    return _points
 
 
 def hit(name: str) -> None:
