@@ -135,18 +135,25 @@ async def test_who_stands_far_back_is_told_of_what_makes_a_difference() -> None:
 
 async def test_who_moves_up_is_told_once_the_grant_is_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     async with queue_site(n0=1) as site:
-        held, wrote = await site.grant(wish("held", ttl=1000)), asyncio.Event()
+        held, wrote, rung = await site.grant(wish("held", ttl=1000)), asyncio.Event(), list[float]()
+
+        class Bell(asyncio.Event):
+            def set(self) -> None:
+                rung.append(now())
+                super().set()
+
+        monkeypatch.setattr(asyncio, "Event", Bell)
         first, second = (site.waiting.watch(wish(name), 100) for name in ("first", "second"))
         assert [getattr(await anext(one), "position", None) for one in (first, second)] == [0, 1]
+        await asyncio.sleep(10 - now())
+        rung.clear()
         await site.release(held)
         monkeypatch.setattr(site.disk, "_write", wrote.wait)
         moved = asyncio.create_task(anext(second))
         await asyncio.sleep(2)
         assert isinstance(await anext(first), str)
         assert not moved.done(), "a grant that cannot be written is taken back"
-        rung = site.waiting._entries["second"].rung
-        assert rung is not None
-        assert rung.position == 1, "nobody wakes before there is something to tell"
+        assert rung == [10.0], "only who is served wakes before there is something to tell"
         wrote.set()
         assert getattr(await moved, "position", None) == 0
         for watch in (first, second):
