@@ -30,6 +30,7 @@ from gpuscale.common.runtime import tasks
 _Error = UnavailableError | None
 _Pair = tuple[Reservation | None, Reservation]
 _What = tuple[Sequence[Reservation], Sequence[Reservation], Sequence[Reservation], Sequence[Letter]]
+"""What a group adds, changes and begins, and the letters to write with it."""
 _Filled = asyncio.Future["tuple[_Unit, Exception, Sequence[Reservation]] | None"]
 """Done once a change waits; or with one that could not be written alone, why, and what it adds."""
 _TOLD = attrgetter("fence", "ttl", "revoke_at", "job")
@@ -255,10 +256,7 @@ class Commits:
         return outcome
 
     def _begin_alone(self, unit: _Unit, filled: _Filled) -> None:
-        """Begin to write a change in the turn of the loop that makes it.
-
-        Others wait until it is written, and `run` until there are others, or until it failed.
-        """
+        """Begin to write a change in the turn of the loop that makes it. Others wait for it; `run` for others, or its failure."""
         size, clock = len(unit.reservations), asyncio.get_running_loop().time
 
         def done(error: Exception | None, _: object) -> None:
@@ -346,7 +344,7 @@ class Commits:
         return None
 
     def _what(self, group: Sequence[_Unit]) -> _What:
-        """What is new, changed and begun in a group, and the letters to write with it."""
+        """What to write of a group."""
         added: list[Reservation] = []
         changed: list[Reservation] = []
         begun: list[Reservation] = []

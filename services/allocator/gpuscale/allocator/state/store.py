@@ -282,10 +282,9 @@ class AllocatorStore:
                 known = select(request_id).where(requests, schema.ARCHIVED)
                 found = await self._store.read(lambda connection: connection.execute(known).scalars().all())
                 if found:
+                    problem = "what was granted for the request has ended"
                     ids = {"request_ids": ",".join(found)}
-                    return UnavailableError(
-                        "what was granted for the request has ended", reason="REQUEST_ENDED", metadata=ids
-                    )
+                    return UnavailableError(problem, reason="REQUEST_ENDED", metadata=ids)
             raise error
         except UnavailableError as known:  # as it is: not everybody is told of a database
             return known

@@ -173,9 +173,8 @@ class Waiting:
                     if now < quiet:
                         await asyncio.wait([entry.granted], timeout=quiet - now)
                         continue
-                    if (
-                        told and self._served and not self._served.known
-                    ):  # who is served is answered first, and may yet be taken back
+                    # Who is served is answered first, and may yet be taken back.
+                    if told and self._served and not self._served.known:
                         with suppress(TimeoutError):
                             async with asyncio.timeout_at(until):
                                 await self._served
@@ -278,13 +277,8 @@ class Waiting:
     def _ring(self, moved: Iterable[model.Waiter], *, new: bool = False) -> None:
         """Wake those who watch a place with news, or the `new` ones of them: the others once who is served is answered."""
         for waiter in moved:
-            waits = self._entries.get(waiter.order.request_id)
-            if (
-                waits
-                and waiter.place
-                and (not new or waits.rung is None)
-                and _is_news(waiter.place, waits.rung)
-            ):
+            waits, place = self._entries.get(waiter.order.request_id), waiter.place
+            if waits and place and not (new and waits.rung) and _is_news(place, waits.rung):
                 waits.ring()
 
     def grant(self, order: Order, pick: Pick) -> str:

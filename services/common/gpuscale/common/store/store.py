@@ -209,7 +209,7 @@ class Store:
             raise
 
     def begin(self, work: Callable[[Connection], T], done: "_Done[T]") -> None:
-        """Start work that `frees` space, for a caller who does not wait, so that no use case need be `uninterrupted`.
+        """Start work that `frees` space, for a caller who does not wait and need not be `uninterrupted`.
 
         `done` is told in a later turn of the loop what `write` would raise or return; it should not raise.
         """
@@ -390,9 +390,8 @@ class _Worker:
         if self._closed:
             self._loop.call_soon(done, UnavailableError("the state is closed", reason="STORE_CLOSED"), ())
         elif self._queue.qsize() >= MAX_WAITING:
-            problem = "too many reads and writes of the state are waiting"
-            busy = ResourceExhaustedError(problem, reason="STORE_BUSY", retry_after=1.0)
-            self._loop.call_soon(done, busy, ())
+            busy = "too many reads and writes of the state are waiting"
+            self._loop.call_soon(done, ResourceExhaustedError(busy, reason="STORE_BUSY", retry_after=1.0), ())
         else:
             self._queue.put(_Job(work, done))
 
