@@ -2,7 +2,7 @@
 
 import asyncio
 import sqlite3
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -18,10 +18,11 @@ from gpuscale.monitor.app.settings import FleetSettings
 from gpuscale.monitor.exposition.fleet import add_history
 from gpuscale.monitor.health.checks import Event, HealthCheck
 from gpuscale.monitor.health.events import Events, xid_finding
-from gpuscale.monitor.history.history import History, HistorySeries, Tier, most_bytes
+from gpuscale.monitor.history.history import History, HistorySeries, Tier, most_bytes, shorter
+from gpuscale.monitor.history.ring import CHUNK, Point
 from gpuscale.monitor.recording import RecordingOrder, Recordings, RecordingState, Target
 from gpuscale.monitor.state.saver import Saver, open_saver, recording_to_text
-from gpuscale.monitor.state.store import DATABASE, Chunk, FleetStore, Saving
+from gpuscale.monitor.state.store import DATABASE, FleetStore, Saving
 from tests.support.clock import ManualClock
 from tests.support.monitor_values import DEFAULT_TIERS
 from tests.support.promtool import value
@@ -151,14 +152,14 @@ async def test_the_file_stays_within_the_retention(tmp_path: Path, clock: Manual
             fleet.pass_time(1_800, step=20.0)
             await fleet.saver.save()
     async with FleetStore.open(tmp_path) as store:
-        chunks = [chunk async for part in store.chunks() for chunk in part]
-    assert 4 <= len(chunks) <= 6
+        chunks = await store.chunks({"gpu-1": 1 << 30}, range(1 << 30))
+    assert 4 <= len(chunks["gpu-1"]) <= 6
     clock.advance(3 * HOUR)
     async with run(tmp_path, clock, tiers=tiers) as fleet:
         assert len(fleet.history) == 0
         await fleet.saver.save()
     async with FleetStore.open(tmp_path) as store:
-        assert [part async for part in store.chunks()] == []
+        assert await store.series(range(0)) == []
 
 
 async def test_a_recording_that_was_deleted_or_made_room_stays_away(
@@ -351,7 +352,7 @@ async def test_only_what_is_new_is_written_also_after_a_restart(
 async def test_every_series_comes_back_however_many_reads_it_takes(
     tmp_path: Path, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gpuscale.monitor.state.store._CHUNKS_PER_READ", 3)
+    monkeypatch.setattr("gpuscale.monitor.state.saver.SERIES_PER_READ", 2)
     async with run(tmp_path, clock) as fleet:
         for number in range(700):
             clock.advance(10.0)
@@ -370,30 +371,45 @@ async def test_every_series_comes_back_however_many_reads_it_takes(
 async def test_no_more_is_read_than_there_is_memory_for(
     tmp_path: Path, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A large fleet has a day in memory and a week on disk: all of it would take minutes to read."""
-    tiers, read = (Tier(1.0, 20.0), Tier(10.0, 120.0), Tier(60.0, 2 * DAY)), list[int]()
-    keys = [f"gpu-{number}" for number in range(4)]
+    """A large fleet has a day in memory and a week on disk: all of it would take minutes to read. The newest is kept, however old."""
+    tiers, read = (Tier(1.0, 20.0), Tier(10.0, 120.0), Tier(60.0, 2 * DAY)), dict[str, int]()
+    minutes = 2 * 24 * 60
+    told = {
+        "gpu-all": range(minutes),
+        "gpu-away": range(minutes - 12 * 60),
+        "gpu-gaps": range(0, minutes, 3),
+        "gpu-old": range(100),
+    }
     async with run(tmp_path, clock, tiers=tiers) as fleet:
-        for _ in range(int(2 * DAY / 60)):
+        for minute in range(minutes):
             clock.advance(60.0)
-            for key in keys:
+            for key in (key for key, those in told.items() if minute in those):
                 fleet.history.add(key, clock.now(), SAMPLE)
     chunks = FleetStore.chunks
 
-    async def counted(store: FleetStore, first: int = 0) -> AsyncGenerator[list[Chunk], None]:
-        async for part in chunks(store, first):
-            read.append(len(part))
-            yield part
+    async def counted(store: FleetStore, sizes: Mapping[str, int], numbers: range) -> dict[str, list[bytes]]:
+        found = await chunks(store, sizes, numbers)
+        read.update({key: len(bodies) for key, bodies in found.items()})
+        return found
 
     monkeypatch.setattr(FleetStore, "chunks", counted)
-    budget = 4 * most_bytes(len(SAMPLE), (*tiers[:2], Tier(60.0, DAY / 4)))
-    async with run(tmp_path, clock, tiers=tiers, budget=budget) as fleet:
-        kept = fleet.history.kept[-1]
-        for key in keys:
-            series = fleet.history.get(key)
-            assert series is not None
-            assert len(series.points(0, 2, 0.0, clock.now() + 1.0)) == kept.capacity + 1
-    assert sum(read) <= 4 * (kept.capacity // 30 + 3) < 4 * 20
+
+    def points(fleet: Fleet) -> dict[str, list[Point]]:
+        every = {key: fleet.history.get(key) for key, _ in fleet.history.all()}
+        return {key: one.points(0, 2, 0.0, clock.now() + 1.0) for key, one in every.items() if one}
+
+    budget = len(told) * most_bytes(len(SAMPLE), (*tiers[:2], Tier(60.0, DAY / 4)))
+    for down, count in ((0.0, 4), (3 * HOUR, 3), (5 * HOUR, 3), (16 * HOUR, 3), (17 * HOUR, 2)):
+        clock.advance(down)
+        async with run(tmp_path, clock, tiers=tiers, crash=True) as fleet:
+            whole = points(fleet)
+        async with run(tmp_path, clock, tiers=tiers, crash=True, budget=budget) as fleet:
+            fits = next(one for one in shorter(tiers) if count * most_bytes(len(SAMPLE), one) <= budget)
+            assert fleet.history.kept == fits
+            kept = fits[-1].capacity
+            assert points(fleet) == {key: found[-kept - 1 :] for key, found in whole.items()}
+            assert len(whole) == count
+        assert max(read["gpu-all"], read["gpu-gaps"] / 3) <= kept // CHUNK + 3 < minutes / CHUNK / 2
 
 
 async def test_a_file_of_the_first_version_is_taken_over(tmp_path: Path, clock: ManualClock) -> None:

@@ -22,7 +22,7 @@ from gpuscale.common.runtime.tasks import Clock, TaskScope
 from gpuscale.monitor.health.checks import Event, Finding, HealthAction, HealthCheck, HealthSeverity
 from gpuscale.monitor.health.events import Events
 from gpuscale.monitor.history.history import History, metrics_of
-from gpuscale.monitor.history.ring import CHUNK, Rows, chunks, unpack
+from gpuscale.monitor.history.ring import CHUNK, Rows, chunks, row_bytes, unpack
 from gpuscale.monitor.model.metrics import GPU_METRICS, MetricTally
 from gpuscale.monitor.recording import (
     NEVER,
@@ -39,6 +39,7 @@ from gpuscale.monitor.state.store import DATABASE, BootTimeline, Chunk, FleetSto
 SAVE_SECONDS = 45.0
 SERIES_AT_ONCE = 100
 """Series examined before other tasks can run."""
+SERIES_PER_READ = 8
 
 _Text = tuple[Recording, RecordingState, str]
 """A recording, its state, and its JSON in that state."""
@@ -187,18 +188,17 @@ class Saver:
         """The stored rows of each series, as far as there is memory, without expired ones and those from the future."""
         shift, now, tier = self._shift(), self._clock.now(), self._tier
         kept = range(ceil((now - tier.retention) / tier.step), int(now // tier.step) + 1)
+        there = range((kept.start + shift) // CHUNK, (kept.stop + shift - 1) // CHUNK + 1)
         # Room is made before, or the first series would be read whole, and shortened for those that follow.
-        surely = range((kept.start + shift) // CHUNK + 1, (kept.stop + shift - 1) // CHUNK + 1)
-        self._history.make_room(count=await self._store.count_gpus(surely))
-        first = kept.stop - 1 - self._history.kept[-1].capacity
-        key, bodies = "", list[bytes]()
-        async for part in self._store.chunks((first + shift) // CHUNK - 1):
-            for name, _, body in part:
-                if name != key:
-                    yield key, unpack(bodies, len(metrics_of(key)), shift, kept)
-                    key, bodies = name, []
-                bodies.append(body)
-        yield key, unpack(bodies, len(metrics_of(key)), shift, kept)
+        keys = await self._store.series(there[1:-1])
+        self._history.make_room(count=sum(surely and "/" not in key for key, surely in keys))
+        for start in range(0, len(keys), SERIES_PER_READ):
+            # One chunk more, as the newest counts for nothing where it ends in the future, and the bucket that may still grow.
+            most = self._history.kept[-1].capacity + CHUNK + 1
+            part = [key for key, _ in keys[start : start + SERIES_PER_READ]]
+            sizes = {key: most * row_bytes(len(metrics_of(key))) for key in part}
+            for key, bodies in (await self._store.chunks(sizes, there)).items():
+                yield key, unpack(reversed(bodies), len(metrics_of(key)), shift, kept)
 
 
 def _newest(rows: Rows, width: int) -> _Newest:

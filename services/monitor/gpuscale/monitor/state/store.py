@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from sqlalchemy import Connection, Table, bindparam, delete, distinct, func, insert, select, tuple_
+from sqlalchemy import Connection, Table, bindparam, delete, func, insert, select
 from sqlalchemy.orm import registry
 from sqlmodel import Field, SQLModel
 
@@ -50,7 +50,6 @@ def continued(
 
 VERSION = 3
 DATABASE = "fleet.db"
-_CHUNKS_PER_READ = 2_000
 
 Chunk = tuple[str, int, bytes]
 """Key of a series, number of the chunk, and its rows."""
@@ -142,33 +141,30 @@ class FleetStore:
         bodies = select(table.c.body).order_by(table.c.id)
         return await self._store.read(lambda connection: list(connection.scalars(bodies)))
 
-    async def count_gpus(self, chunks: range) -> int:
-        """How many GPUs have one of these chunks."""
+    async def series(self, numbers: range) -> list[tuple[str, bool]]:
+        """The key of each series, in order, and whether it has chunks of these numbers."""
+        inside = func.max(_CHUNK.c.number.between(numbers.start, numbers.stop - 1))
+        found = select(_CHUNK.c.key, inside).group_by(_CHUNK.c.key).order_by(_CHUNK.c.key)
+        rows = await self._store.read(lambda connection: connection.execute(found).all())
+        return [(key, bool(has)) for key, has in rows]
+
+    async def chunks(self, sizes: Mapping[str, int], numbers: range) -> dict[str, list[bytes]]:
+        """Bodies of chunks of these numbers by series, the newest first, until they have the bytes that `sizes` asks for."""
         key, number = _CHUNK.c.key, _CHUNK.c.number
-        which = (~key.contains("/"), number >= chunks.start, number < chunks.stop)
-        found = select(func.count(distinct(key))).where(*which)
-        return await self._store.read(lambda connection: connection.scalar(found) or 0)
+        which = (key == bindparam("of"), number.between(numbers.start, numbers.stop - 1))
+        of_one = select(_CHUNK.c.body).where(*which).order_by(number.desc())
 
-    async def chunks(self, first: int = 0) -> AsyncGenerator[list[Chunk], None]:
-        """All chunks of history from number `first` on, by series and time, in parts."""
-        after = ("", 0)
-        while True:
+        def work(connection: Connection) -> dict[str, list[bytes]]:
+            found = {key: list[bytes]() for key in sizes}
+            for key, bodies in found.items():
+                with connection.execute(of_one, {"of": key}) as rows:
+                    read = 0
+                    while read < sizes[key] and (row := rows.fetchone()):
+                        bodies.append(row.body)
+                        read += len(row.body)
+            return found
 
-            def work(connection: Connection, after: tuple[str, int] = after) -> list[Chunk]:
-                place = tuple_(_CHUNK.c.key, _CHUNK.c.number)
-                rows = (
-                    select(_CHUNK)
-                    .where(place > after, _CHUNK.c.number >= first)
-                    .order_by(_CHUNK.c.key, _CHUNK.c.number)
-                )
-                found = connection.execute(rows.limit(_CHUNKS_PER_READ))
-                return [(key, number, body) for key, number, body in found]
-
-            part = await self._store.read(work)
-            if not part:
-                return
-            yield part
-            after = part[-1][:2]
+        return await self._store.read(work)
 
     async def save(self, saving: Saving) -> None:
         """Write in one transaction."""
