@@ -23,13 +23,14 @@ GpuState = types_api.GpuState
 def gpu_message(
     uuid: str, index: int = 0, *, state: GpuState.ValueType = GpuState.GPU_STATE_OK, **reading: Any
 ) -> types_api.Gpu:
-    """A simulated GPU; `total` and `free` are in MiB."""
-    total, free = reading.get("total", 80_000), reading.get("free", 80_000)
+    """A simulated GPU; `total` and `free` are in MiB, and `reading` has fields of GpuReading too."""
+    total, free = reading.pop("total", 80_000), reading.pop("free", 80_000)
     made = types_api.GpuReading(
-        utilization_percent=reading.get("utilization", 0.0),
+        utilization_percent=reading.pop("utilization", 0.0),
         memory_total_bytes=None if total is None else total * MIB,
         memory_free_bytes=None if free is None else free * MIB,
-        age=wire.to_duration(reading.get("age", 0.0)),
+        age=wire.to_duration(reading.pop("age", 0.0)),
+        **reading,
     )
     return types_api.Gpu(uuid=uuid, index=index, model="Test GPU", simulated=True, state=state, reading=made)
 
