@@ -78,7 +78,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here, limits, places = Path(__file__).parent, dict[Path, float](), dict[Path, float]()
     for item in items:
         limit = item.get_closest_marker("timeout")  # what takes long may take longer
-        limits[item.path] = max(limits.get(item.path, 0.0), limit.args[0] if limit else 0.0)
+        told = (*limit.args, limit.kwargs.get("timeout", 0.0)) if limit else (0.0,)
+        limits[item.path] = max(limits.get(item.path, 0.0), told[0])
     folders = {path: path.relative_to(here).parts[0] if path.is_relative_to(here) else "" for path in limits}
     seconds = {path: SECONDS.get(folder, SECONDS["contract"]) for path, folder in folders.items()}
     for waits, part in ((True, 0.75), (False, 1.0)):
