@@ -10,6 +10,7 @@ import grpc
 import pytest
 
 from gpuscale.api.autoscaler import v1 as api
+from gpuscale.cli.manifests import parse
 from gpuscale.cli.views import autoscaler as autoscaler_view
 from gpuscale.common.wire import enum_word, to_duration
 from tests.support.autoscaler_app import TIMEOUT, Autoscaler, endpoint, reason, running
@@ -17,6 +18,7 @@ from tests.support.fake_adapter import FakeAdapter
 from tests.support.fake_allocator import FakeAllocator, serving
 from tests.support.waiting import eventually
 
+EXAMPLE = Path(__file__).parents[3] / "examples" / "capabilities.yaml"
 Tasks = Mapping[str, tuple[Mapping[str, int], int]]
 
 
@@ -88,6 +90,29 @@ async def test_each_set_follows_its_own_tasks_and_adapters_hear_counts_and_capab
     await settled(autoscaler, cpu=3, gpu=0)
     await report(autoscaler)
     await settled(autoscaler, cpu=0, gpu=0)
+
+
+async def test_the_example_runs_and_workers_with_a_gpu_take_over_what_needs_a_cpu(
+    autoscaler: Autoscaler,
+) -> None:
+    adapter = FakeAdapter(templates=("task-worker", "gpu-worker"))
+    adapter.workers["gpu-worker"] = api.WorkerGroup(capabilities={"cpu": 1, "gpu": 1}, workers=2)
+    [made] = parse(EXAMPLE.read_text(), EXAMPLE.name)
+    assert isinstance(made, api.Endpoint)
+    made.name, made.spec.tick.nanos, made.spec.tick.seconds = "endpoints/e", 100_000_000, 0
+    async with adapter.connected(autoscaler.address):
+        await autoscaler.create(made)
+        await report(autoscaler, cpu(5), gpu(20))
+        await settled(autoscaler, cpu=1, gpu=2)
+        lines = [(one.template, dict(one.capabilities)) for one in adapter.told.values()]
+        of_gpus = ("gpu-worker", {"cpu": 1, "gpu": 1})
+        assert sorted(lines, key=str) == [of_gpus, of_gpus, ("task-worker", {"cpu": 1})]
+        await report(autoscaler, cpu(5))
+        for _ in range(3):
+            await _ticked(autoscaler)
+        await settled(autoscaler, cpu=1, gpu=2)
+        await report(autoscaler)
+        await settled(autoscaler, cpu=1, gpu=0)
 
 
 async def test_a_set_that_waits_for_gpus_holds_up_no_other(
