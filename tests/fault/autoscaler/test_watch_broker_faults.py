@@ -41,6 +41,7 @@ async def test_a_killed_broker_is_unreachable_and_read_again_after_its_restart(
         assert gone.observed_at is not None
         assert before.observed_at is not None
         assert gone.observed_at >= before.observed_at
+        assert rabbitmq_private.password not in gone.message  # decisions have it
         async with watching(tmp_path / "late", brokers) as late:
             await late.create("jobs", spec("jobs"), request_id=str(uuid4()))
             await shows(late, "jobs", QueueState.UNREACHABLE, observed_at=None)
