@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from gpuscale.allocator.domain.ledger import Ledger
-from gpuscale.allocator.domain.model import WHOLE, Reservation, Score, ScorePart
+from gpuscale.allocator.domain.model import MOVABLE_LABEL, WHOLE, Reservation, Score, ScorePart
 from gpuscale.allocator.servicers import answers, servicer
 from gpuscale.allocator.servicers.servicer import to_ask, to_order
 from gpuscale.allocator.settings import AllocatorSettings
@@ -49,6 +49,14 @@ def test_a_lease_is_told_to_the_nanosecond_and_its_end_by_the_wall_clock() -> No
     assert (wire.to_datetime(message.expire_time) - WALL).total_seconds() == 40.25
     assert wire.to_datetime(message.create_time) == WALL
     assert not message.HasField("end_time")
+
+
+def test_what_is_asked_for_is_told_of_what_waits_and_not_of_what_may_move_and_was_granted_at_once() -> None:
+    ledger, movable = Ledger(), replace(order(), labels={MOVABLE_LABEL: "60"})
+    granted_at_once = ledger.grant(movable, [reserved("GPU-A")], now=NOW, wall=WALL)
+    waits = ledger.grant(replace(movable, request_id="2"), [], now=NOW, wall=WALL, wait=60.0)
+    assert answers.from_reservation(granted_at_once, NOW, WALL).asked_gpu_count == 0
+    assert answers.from_reservation(waits, NOW, WALL).asked_gpu_count == 1
 
 
 def test_answers_do_not_write_into_each_other() -> None:

@@ -87,7 +87,7 @@ def put_reservation(message: api.Reservation, reservation: Reservation, now: flo
             made.labels.update(reservation.labels)
         _put_seconds(made.ttl, reservation.ttl)
         wire.put_timestamp(made.create_time, reservation.created)
-        if (wanted := reservation.wanted) is not None:
+        if (wanted := reservation.wanted) and wanted.fence:  # not what may move and was granted at once
             made.asked_gpu_count = wanted.ask.member_count * wanted.ask.gpu_count
             if wanted.granted:
                 wire.put_timestamp(made.grant_time, wanted.granted)
