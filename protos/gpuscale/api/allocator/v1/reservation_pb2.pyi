@@ -670,7 +670,7 @@ class Reservation(_message.Message):
     end_cause: Global___Reservation.EndCause.ValueType
     """The same as end_reason, for programs."""
     asked_gpu_count: _builtins.int
-    """How many GPUs it waits for, over all members; 0 where it did not wait with its place."""
+    """How many GPUs it waits or waited for, over all members; 0 where it did not wait with its place."""
     @_builtins.property
     def gpus(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReservedGpu]:
         """Its GPUs, in the order they were chosen."""

@@ -243,7 +243,7 @@ class QueryUsageResponse(_message.Message):
 
     @_builtins.property
     def end_time(self) -> _timestamp_pb2.Timestamp:
-        """Where the last day ends."""
+        """Where the last day ends. It is no until, which would ask for the day that begins there too."""
 
     def __init__(
         self,
