@@ -78,6 +78,9 @@ async def test_record_of_what_cannot_be_run_or_is_not_there(fleet: RunningFleet)
     assert (missing.code, "nodes/beta" in missing.err) == (3, True)
     missing = await ctl(fleet, "record", "--gpu", "beta", "--", "true")
     assert (missing.code, "'beta' is not a gpu" in missing.err) == (2, True)
+    uuid = (await fleet.node("alpha")).snapshot.gpus[0].uuid
+    wrong = await ctl(fleet, "record", "--node", uuid, "--", "true")
+    assert (wrong.code, f"{uuid!r} is not a node" in wrong.err) == (2, True), "and not the GPUs of this host"
 
 
 async def test_history_shows_trends_and_points(fleet: RunningFleet) -> None:

@@ -190,7 +190,7 @@ def notifications(
 
 def named(client: Client, typed: Sequence[str], noun: str = "") -> tuple[list[str], list[str]]:
     """(full names, UUIDs) of nodes and GPUs, or of the `noun`: `host-1`, `host-1/gpu-…`, `host-1/0`, or a UUID."""
-    uuids = [one for one in typed if is_uuid(one)]
+    uuids = [one for one in typed if is_uuid(one) and noun != "nodes"]
     others = [one for one in typed if one not in uuids]
     return spots(lambda: nodes(client), others, noun), uuids
 
