@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography.x509 import ExtendedKeyUsage, ObjectIdentifier
+from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from gpuscale.common import errors
 from gpuscale.common.rpc.channel import ClientTls, open_channel
@@ -209,9 +211,9 @@ async def call(served: Served, tls: ClientTls) -> None:
 
 async def test_certificates_serve_and_name_callers(tmp_path: Path) -> None:
     folder = tmp_path / "pki"
-    assert certs("init", "--dir", str(folder), "--host", "127.0.0.1", "--host", "gateway.example").code == 0
     at = ("--dir", str(folder), "--host", "127.0.0.1")
-    issued = certs("issue", "alice", *at, "--role", "operator", "-o", "json")
+    assert certs("init", *at, "--host", "gateway.example").code == 0
+    issued = certs("issue", "alice", *at[:2], "--role", "operator", "-o", "json")
     assert json.loads(issued.out)["certificates"][0]["name"] == "alice"
     keys = [path for path in folder.iterdir() if path.suffix == ".key"]
     assert {stat.S_IMODE(path.stat().st_mode) for path in keys} == {0o600}
@@ -231,7 +233,35 @@ async def test_certificates_serve_and_name_callers(tmp_path: Path) -> None:
         assert read_pair(folder, "server").certificate.serial_number != before
         await call(served, client)
     assert [(one.name, one.role) for one in seen] == [("alice", Role.OPERATOR)] * 2
-    assert subject_of(read_pair(folder, "alice").certificate).hosts == ("127.0.0.1",)  # it serves too
+
+
+def test_what_serves_on_a_host_calls_only_where_that_is_asked_for(tmp_path: Path) -> None:
+    """Who takes a GPU host's disk is else a viewer of the whole fleet, also once the host is forgotten and revoked."""
+    at = ("--dir", str(tmp_path))
+    certs("init", *at, "--host", "gateway.example")
+    made: dict[str, tuple[str, set[ObjectIdentifier]]] = {}
+    for name, role in (("metrics-07", ()), ("both", ("--role", "agent"))):
+        assert certs("issue", name, *at, *role, "--host", "gpu-host-07", "--host", "fd00::7").code == 0
+        certificate = read_pair(tmp_path, name).certificate
+        purposes = set(certificate.extensions.get_extension_for_class(ExtendedKeyUsage).value)
+        made[name] = subject_of(certificate).uri, purposes
+        assert subject_of(certificate).hosts == ("gpu-host-07", "fd00::7")
+    serves, calls = ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH
+    agent = "spiffe://gpuscale.local/gpuscale/agent/both"
+    assert made == {"metrics-07": ("", {serves}), "both": (agent, {serves, calls})}
+    assert certs("renew", *at).code == 0
+    assert subject_of(read_pair(tmp_path, "metrics-07").certificate).uri == ""
+
+
+@pytest.mark.parametrize("host", ["", "*", "*.example", "https://h", "h:9400", "Gateway.example", "0:0::1"])
+def test_no_certificate_is_issued_for_the_gateways_name_or_for_what_is_no_host(
+    tmp_path: Path, host: str
+) -> None:
+    certs("init", "--dir", str(tmp_path), "--host", "gateway.example", "--host", "::1")
+    ran = certs("issue", "metrics-07", "--dir", str(tmp_path), "--host", host)
+    assert (ran.code, "--host" in ran.err, (tmp_path / "metrics-07.crt").exists()) == (2, True, False), (
+        ran.err
+    )
 
 
 def test_a_certificate_that_is_renewed_keeps_the_names_that_it_is_for(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import re
 import tomllib
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -91,34 +93,54 @@ def init(session: Session, directory: Path, host: tuple[str, ...], days: int) ->
 @option(
     "--role",
     type=click.Choice((*ROLES, GATEWAY)),
-    default="viewer",
-    help="What its holder may do; gateway: call on behalf of the callers it authenticated.",
+    help="What its holder may do, viewer by default; gateway: call on behalf of the callers it authenticated.",
 )
 @option("--trust-domain", default="gpuscale.local", metavar="NAME", help="Trust domain of the SPIFFE id.")
-@repeated("--host", metavar="NAME", help="Name or IP address at which it also serves, as /metrics of a host.")
+@repeated(
+    "--host",
+    metavar="NAME",
+    help="Name or IP address at which it serves, as /metrics of a host; without --role it does not call.",
+)
 @DAYS
 @REVOKED_FILE
 def issue_client(
     session: Session,
     name: str,
     directory: Path,
-    role: str,
+    role: str | None,
     trust_domain: str,
     host: tuple[str, ...],
     days: int,
     revoked_file: Path | None,
 ) -> None:
-    """Issue a certificate that names a caller and its role, for servers with --tls-client-ca-file."""
+    """Issue a certificate that names a caller and its role, for servers with --tls-client-ca-file; with --host, one of a server."""
     if not is_id(name) or name in {"ca", "server"}:
         raise InvalidArgumentError(f"{name!r} is not a valid caller name", field="name")
-    uri = f"spiffe://{trust_domain}/gpuscale/{role}/{name}"
+    role = role or (None if host else "viewer")
+    uri = f"spiffe://{trust_domain}/gpuscale/{role}/{name}" if role else ""
     with _using(directory):
+        hosts = tuple(map(_host, host))
+        if host and (directory / "server.crt").exists():
+            own = pki.subject_of(pki.read_pair(directory, "server").certificate).hosts
+            if taken := {*hosts} & {*map(str.lower, own)}:
+                raise InvalidArgumentError(f"{min(taken)} is a name of the gateway", field="host")
         begins = _deny_list(revoked_file).names.get(name)
-        subject = pki.CertificateSubject(name, host, uri)
+        subject = pki.CertificateSubject(name, hosts, uri)
         pki.issue(pki.read_pair(directory, "ca"), subject, days, begins=begins).write(directory, name)
-    calls = "for its callers" if role == GATEWAY else f"as {role}"
-    note(f"{name} calls {calls}, with --cert-file and --key-file: {uri}")
+    if role:
+        calls = "for its callers" if role == GATEWAY else f"as {role}"
+        note(f"{name} calls {calls}, with --cert-file and --key-file: {uri}")
     _show(session, directory, name)
+
+
+def _host(typed: str) -> str:
+    """A host name, which is no wildcard, in lower case, or an IP address in its short form. Raises InvalidArgumentError."""
+    if re.fullmatch(r"[\w-]+(\.[\w-]+)*", typed, re.ASCII):
+        return typed.lower()
+    try:
+        return str(ipaddress.ip_address(typed))
+    except ValueError:
+        raise InvalidArgumentError(f"host {typed!r} is no host name or IP address", field="host") from None
 
 
 @command("certs list --dir pki")
