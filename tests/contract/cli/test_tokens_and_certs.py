@@ -235,6 +235,14 @@ async def test_certificates_serve_and_name_callers(tmp_path: Path) -> None:
     assert [(one.name, one.role) for one in seen] == [("alice", Role.OPERATOR)] * 2
 
 
+async def test_a_certificate_for_a_host_serves_there(tmp_path: Path) -> None:
+    certs("init", "--dir", str(tmp_path), "--host", "gateway.example")
+    certs("issue", "metrics-07", "--dir", str(tmp_path), "--host", "127.0.0.1")
+    options = ServerOptions(tls=ServerTls(tmp_path / "metrics-07.crt", tmp_path / "metrics-07.key"))
+    async with serve(Allocator(), options=options) as served:
+        await call(served, ClientTls(tmp_path / "ca.crt"))
+
+
 def test_what_serves_on_a_host_calls_only_where_that_is_asked_for(tmp_path: Path) -> None:
     """Who takes a GPU host's disk is else a viewer of the whole fleet, also once the host is forgotten and revoked."""
     at = ("--dir", str(tmp_path))
