@@ -93,13 +93,13 @@ class SyncCalls(SyncWrappedChannel):
 class _Unary(StubMethod):
     def __init__(self, method: Any, timeout: float | None, explain: Explain) -> None:
         self._method = method
-        self._timeout = timeout
+        self.timeout = timeout
         self._explain = explain
 
     def _call(self, way: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         # gRPC allows `timeout` as a positional argument.
         request, timeout = (*args, kwargs.pop("timeout", None))[:2]
-        timeout = self._timeout if timeout is None else timeout
+        timeout = self.timeout if timeout is None else timeout
         with nullcontext() if way == "future" else _Failing(timeout, self._explain).errors():
             return getattr(self._method, way)(request, timeout=timeout, **kwargs)
 

@@ -96,15 +96,26 @@ class About:
     def _pages(self, method: Any, request: Any) -> Iterator[Any]:
         """The pages of a list; an error at once if it, or two others of its service, were silent before, or nobody leads that.
 
-        After any list that was silent, it is waited for a moment.
+        Where its service, or two others, were silent, it is waited for a moment.
         """
         name, package = request.DESCRIPTOR.full_name, request.DESCRIPTOR.file.package
-        of_service = [one for key, one in (self.silent or {}).items() if key.startswith(f"{package}.")]
-        hangs = len(of_service) > 1 or any(one.reason == NOT_LEADER for one in of_service)  # and not one list
-        if self.silent and (name in self.silent or hangs):
-            raise self.silent.get(name, of_service[0])
+        of_service = {key: one for key, one in (self.silent or {}).items() if key.startswith(f"{package}.")}
+        if self.silent and name in self.silent:
+            raise self.silent[name]
+        for key, one in of_service.items():
+            if len(of_service) > 1 or one.reason == NOT_LEADER:  # and not one list
+                asked = key.rpartition(".")[2].removesuffix("Request")
+                message = f"not asked for, since {asked} was not answered: {one.message}"
+                raise type(one)(message, reason=one.reason)
         with _noting(self.silent, name):
-            yield from pages(partial(method, timeout=MOMENT) if self.silent else method, request)
+            yield from pages(partial(method, **_patience(self.silent, request, method)), request)
+
+
+def _patience(silent: Iterable[str] | None, request: Any, method: Any) -> dict[str, float]:
+    """The time limit of a list; a short one where its service was silent, or two others, as all go through what hangs."""
+    services = {one.rpartition(".")[0] for one in silent or ()}
+    waited = len(services) > 1 or request.DESCRIPTOR.file.package in services
+    return {"timeout": min(MOMENT, method.timeout)} if waited else {}
 
 
 @contextmanager
@@ -120,7 +131,7 @@ def _noting(silent: dict[str, GpuscaleError] | None, name: str) -> Generator[Non
 
 EVERYTHING = About()
 MOMENT = 2.0
-"""Seconds for a list after another did not come in time: that one alone may be slow, or what all go through may hang."""
+"""Most seconds for a list after others did not come in time."""
 
 
 def _named(service: Any, request: type[Any], pattern: str, typed: Sequence[str]) -> list[Any]:
@@ -286,7 +297,7 @@ def told(client: Client, service: str, silent: dict[str, GpuscaleError] | None =
     }
     method, request = methods[service]
     with _noting(silent, request.DESCRIPTOR.full_name):
-        _, call = method.with_call(request(page_size=1), **({"timeout": MOMENT} if silent else {}))
+        _, call = method.with_call(request(page_size=1), **_patience(silent, request, method))
     return {key: str(value) for key, value in call.trailing_metadata() or ()}
 
 
