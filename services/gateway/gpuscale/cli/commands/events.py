@@ -6,8 +6,7 @@ Times are of the servers' wall clocks.
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
-from functools import partial
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, NamedTuple
 
 import click
@@ -15,14 +14,12 @@ import click
 from gpuscale.cli.commands.get import OF_GPU
 from gpuscale.cli.console import cells, lookup
 from gpuscale.cli.console.command import NOBODY, Session, command
-from gpuscale.cli.console.errors import known
 from gpuscale.cli.console.lookup import Streams
 from gpuscale.cli.console.output import ABSENT, Chosen
 from gpuscale.cli.console.terminal import note
 from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.nouns import canonical
 from gpuscale.cli.grammar.parameters import AROUND, When, option, repeated, takes
-from gpuscale.cli.grammar.selecting import near
 from gpuscale.common import wire
 from gpuscale.common.errors import PermissionDeniedError, UnavailableError, UnimplementedError
 from gpuscale.common.names import node_of
@@ -99,23 +96,7 @@ def events(session: Session, when: When, kind: tuple[str, ...], about: str, gpu:
             sys.stdout.flush()
             watched.streams.pause(EVERY, away=bool(down))
             first = False
-        if not found and about and not watch:
-            note(_nobody(client, about))
-    if not about:
-        output.note_none(found)
-
-
-def _nobody(client: "Client", about: str) -> str:
-    """What to say where no event is about a name; also whether something has it now, or one like it."""
-    there = dict[str, EventLine]()
-    for kind in ("nodes", "gpus", "endpoints", "replicas", "reservations"):
-        for one in known(kind, partial(lookup.READERS[kind], client)) or ():
-            title = one.job.title if kind == "reservations" else ""
-            there[cells.short(one.name)] = EventLine(datetime.now(UTC), kind[:-1], one.name, "", title)
-    if any(one.concerns(canonical(about)) for one in there.values()):
-        return f"none about {about}"
-    _, meant, nearest = near(about, there).partition("; did you mean")
-    return f"none about {about}, and nothing that is there now has this name{meant}{nearest}"
+    output.note_none(found, f"none about {about}" if about else "none")
 
 
 def in_order(found: Iterable[EventLine]) -> list[EventLine]:
