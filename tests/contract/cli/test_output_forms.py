@@ -249,6 +249,21 @@ def test_of_a_reason_that_is_cut_the_whole_is_below_the_table(
     assert failing.status.summary not in ctl("get", "endpoints", "-l", "name=other").out
     for form in ("name", "wide"):
         assert "\njobs: " not in ctl("get", "endpoints", "-o", form).out
+    failing.status.summary = "\x1b[2J\x9b31m" + failing.status.summary
+    shown = ctl("get", "endpoints").out
+    assert ("\njobs: ?[2J?31m" in shown, "\x1b" in shown) == (True, False)
+    assert "\x1b" not in ctl("get", "endpoints").out
+    failing.status.summary = "\x1b[2J"
+    assert "\njobs: " not in ctl("get", "endpoints").out, "not cut"
+
+
+@pytest.mark.parametrize("words", ["get job r1", "explain endpoint jobs", "describe endpoint jobs"])
+def test_what_controls_a_terminal_is_not_written_to_it(ctl: Any, world: canned.World, words: str) -> None:
+    job, endpoint = deepcopy(canned.RESERVATION), deepcopy(canned.ENDPOINT)
+    job.job.command = endpoint.status.summary = "\x1b[2Jall is well"
+    world.things |= {job.name: job, endpoint.name: endpoint}
+    shown = ctl(*words.split()).out
+    assert ("?[2Jall is well" in shown, "\x1b" in shown) == (True, False)
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])

@@ -1,7 +1,6 @@
 """`gpuscalectl describe`: all fields of a resource, and its events of the last hour."""
 
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -43,7 +42,6 @@ _EVENTS: Mapping[str, Sequence[str]] = {
 _MILLION = 1e6
 _MANY = 12
 """Most plain fields of a message to write on one line."""
-_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 @command("describe node host-1")
@@ -75,22 +73,18 @@ def describe(session: Session, words: tuple[str, ...]) -> None:
             gpus = list(item.snapshot.gpus) if isinstance(item, monitor_api.Node) else []
             if isinstance(item, monitor_api.Node):
                 del item.snapshot.gpus[:]
-            write_lines(_printable([] if noun == "decisions" else described(item)))
+            write_lines([] if noun == "decisions" else list(described(item)))
             if gpus:
                 write_lines(["", *session.output.table(gpus, monitor.gpus(holders_known(client)))])
             uuid = item.uuid if isinstance(item, types_api.Gpu) else ""
             about = lookup.About(uuid, wire.TimeRange(datetime.now(UTC) - SINCE))
             found = events.found_events(client, _EVENTS.get(noun, ()), about, set(), first=False)
-            happened = _printable(
+            happened = [
                 f"  {local_text(one.time)}  {one.name}: {one.what}"
                 for one in events.in_order(found)
                 if uuid or one.concerns(str(getattr(item, "name", "")))
-            )
+            ]
             write_lines(["", "events of the last hour:", *happened] if happened else [])
-
-
-def _printable(lines: Iterable[str]) -> list[str]:
-    return [_UNPRINTABLE.sub("?", line) for line in lines]
 
 
 def described(message: Message, indent: str = "") -> Iterator[str]:

@@ -15,7 +15,7 @@ from gpuscale.cli.console import lookup
 from gpuscale.cli.console.command import Session, command, names, names_of
 from gpuscale.cli.console.errors import known
 from gpuscale.cli.console.output import Chosen, name_of, to_dict
-from gpuscale.cli.console.terminal import note, terminal_width, write_lines
+from gpuscale.cli.console.terminal import note, printable, terminal_width, write_lines
 from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.nouns import full_name
 from gpuscale.cli.grammar.parameters import DURATION, POSITIVE, When, option, takes
@@ -220,7 +220,11 @@ def endpoints(session: Session, name: Names) -> None:
 
         kept, _ = output.chosen.pick(found, view)
         table = "\n".join(output.table(kept, view))
-        cut = [f"{short(one.name)}: {one.status.summary}" for one in kept if one.status.summary not in table]
+        cut = [
+            f"{short(one.name)}: {one.status.summary}"
+            for one in kept
+            if printable(one.status.summary) not in table
+        ]
         for line in cut:  # its end says the cause
             write_lines(["", *wrap(line, width, subsequent_indent="  ")])
 

@@ -143,7 +143,8 @@ def login(
     mine = replace(session, context=context, address=None, token_file=None, ca_file=None)
     with mine.connect() as client:
         client.fleet.ListNodes(api.ListNodesRequest(page_size=1))
-    session.output.write_said(f"{who}\nthe current context is {context}", {"name": context}, context)
+    said = [who, f"the current context is {context}"]
+    session.output.write_said(said, {"name": context}, context)
 
 
 @command("logout lab")

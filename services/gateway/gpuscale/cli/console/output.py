@@ -14,7 +14,7 @@ from itertools import product
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
-from gpuscale.cli.console.terminal import TERMINAL, note, terminal_width, width_of, write_lines
+from gpuscale.cli.console.terminal import TERMINAL, note, printable, terminal_width, width_of, write_lines
 from gpuscale.cli.grammar.jsonpath import (
     Field,
     Form,
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
     M = TypeVar("M", bound=Message)
 
-_UNPRINTABLE = r"[\x00-\x1f\x7f-\x9f]"
 _UUID = r"\b((?i:GPU|MIG|SIM)-[0-9A-Fa-f]{8})((?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12})\b"
 _MOMENT = r"\d{4}-\d\d-\d\d \d\d:"
 _GAP = "   "
@@ -239,7 +238,7 @@ class Output:
             most = terminal_width() or max(map(len, texts))
             for text in texts:
                 lines += wrap(text, most, subsequent_indent=" " * (width + 2), break_on_hyphens=False)
-        write_lines([re.sub(_UNPRINTABLE, "?", line) for line in lines])
+        write_lines(lines)
 
     def write_said(
         self, lines: str | Sequence[str], data: "Mapping[str, object] | Message", name: str = ""
@@ -270,7 +269,7 @@ class Output:
         watched = self.chosen.watched
         with_headings = self.headers and not (watched and watched.headed)
         most = terminal_width() if self.format is Format.TABLE else None
-        lines = [[re.sub(_UNPRINTABLE, "?", cell) for cell in row] for row in rows]
+        lines = [list(map(printable, row)) for row in rows]
         if most is not None:
             lines = with_short_uuids(lines)
         if with_headings:

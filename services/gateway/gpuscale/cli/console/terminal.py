@@ -106,9 +106,15 @@ def width_of(text: str) -> int:
     )
 
 
+def printable(text: str) -> str:
+    """The text with `?` for all that controls a terminal."""
+    return re.sub(r"[\x00-\x1f\x7f-\x9f]", "?", text)
+
+
 def write_lines(lines: Sequence[str]) -> None:
     """Write lines for a person, with coloured states on a terminal."""
-    shown = [folded(line, sys.stdout) for line in lines] if TERMINAL.folds else lines
+    shown = list(map(printable, lines))
+    shown = [folded(line, sys.stdout) for line in shown] if TERMINAL.folds else shown
     text = _readable("".join(f"{line}\n" for line in shown), sys.stdout.encoding)
     if coloured():
         colour = partial(re.sub, _WORD, lambda found: _COLOURED.get(found[0], found[0]))
