@@ -281,8 +281,12 @@ def test_a_share_is_not_shown_as_a_whole_gpu(milli: int, shown: str) -> None:
     assert shown in Output().table([Reservation(gpus=gpus)], RESERVATIONS)[1]
 
 
-def test_of_a_reservation_that_waits_the_gpus_are_those_it_asks_for() -> None:
-    assert "0 of 3" in Output().table([Reservation(asked_gpu_count=3)], RESERVATIONS)[1]
+@pytest.mark.parametrize("view", [JOBS, RESERVATIONS])
+def test_of_a_reservation_that_waits_the_gpus_are_those_it_asks_for(view: View[Reservation]) -> None:
+    state = Reservation.State
+    for one, shown in ((state.STATE_WAITING, True), (state.STATE_CANCELLED, False)):
+        row = Output().table([Reservation(asked_gpu_count=3, state=one)], view)[1]
+        assert ("0 of 3" in row, " 3 " in row) == (shown, shown), "one that was cancelled waits no more"
 
 
 def test_a_wait_that_should_be_over_is_not_estimated() -> None:

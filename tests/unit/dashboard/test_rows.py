@@ -99,7 +99,10 @@ def test_what_waits_is_counted_and_stands_first_in_the_order_of_the_queue() -> N
         allocator_api.Reservation(name="first", state=states.STATE_WAITING, job=jobs(queue_position=0)),
     ]
     assert [one.name for one in sorted(found, key=rows.waits_longest)] == ["first", "second", "held"]
-    assert rows.RESERVATIONS.row(allocator_api.Reservation(asked_gpu_count=3))["gpus"] == "0 of 3"
+    for state, gpus in ((states.STATE_WAITING, "0 of 3"), (states.STATE_CANCELLED, "-")):
+        assert (
+            rows.RESERVATIONS.row(allocator_api.Reservation(asked_gpu_count=3, state=state))["gpus"] == gpus
+        )
     figures = rows.reservation_figures(found, [])
     assert (figures["holding"], figures["waiting"]) == ("1", "2")
 

@@ -161,7 +161,7 @@ RESERVATIONS = ResourceTable[allocator_api.Reservation](
             f"{sum(gpu.milli or 1000 for gpu in one.gpus) / 1000:g}"
             if one.gpus
             else f"0 of {one.asked_gpu_count}"
-            if one.asked_gpu_count
+            if one.asked_gpu_count and one.state == one.STATE_WAITING
             else humanize.UNKNOWN
         ),
     ),

@@ -58,10 +58,16 @@ def _left(reservation: api.Reservation) -> str:
     return format_duration(max(0.0, wire.seconds(reservation.remaining) - early))
 
 
+def _asked(one: api.Reservation) -> str:
+    """`0 of 2` while it waits; else empty."""
+    waits = one.asked_gpu_count and one.state == one.STATE_WAITING
+    return f"0 of {one.asked_gpu_count}" if waits else ""
+
+
 def _held(reservation: api.Reservation) -> str:
     """`2 x H100`, or `1 x 0.5 H100` of shares; `0 of 2` while it waits."""
-    if not reservation.gpus and reservation.asked_gpu_count:
-        return f"0 of {reservation.asked_gpu_count}"
+    if asked := _asked(reservation):
+        return asked
     shares, counted = {gpu.milli or WHOLE for gpu in reservation.gpus}, counted_models(reservation.gpus)
     if shares <= {WHOLE}:
         return counted
@@ -104,7 +110,7 @@ JOBS = View[api.Reservation](
         Column("STATE", _job_state),
         Column("EXIT", lambda one: number(one.job, "exit_code")),
         Column("NODE", lambda one: _nodes(one.gpus)),
-        Column("GPUS", lambda one: str(len(one.gpus) or one.asked_gpu_count), spare=True),
+        Column("GPUS", lambda one: _asked(one) or str(len(one.gpus)), spare=True),
         Column("AGE", lambda one: since(one, "create_time"), moving=True),
         Column("HOLDER", lambda one: holder(one.holder), wide=True),
         Column("LEFT", _left, wide=True, moving=True),
