@@ -112,7 +112,7 @@ async def test_a_life_of_a_container(tmp_path: Path) -> None:
         assert at.own.signals == ["SIGINT"]
         await at.engine.apply([Kill(ONE)])
         seen = (await at.engine.observe())[ONE]
-        assert (seen.life, seen.exit_code) == (WorkerLife.ENDED, -9)
+        assert (seen.life, seen.exit_code) == (WorkerLife.ENDED, 137)
         await at.engine.apply([Kill(ONE), Finish(ONE)])
         await at.engine.apply([Remove(ONE)])
         await at.engine.apply([Remove(ONE)])

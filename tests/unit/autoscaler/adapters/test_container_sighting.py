@@ -30,14 +30,14 @@ TERMINATED = "it ended with exit code 143, often SIGTERM"
         ("paused", Details(pid=7), Sighting(WorkerLife.STARTING, reason="its engine calls it paused", pid=7)),
         ("exited", Details(), Sighting(WorkerLife.ENDED, 0, "it ended with exit code 0")),
         ("exited", Details(exit_code=3), Sighting(WorkerLife.ENDED, 3, "it ended with exit code 3")),
-        ("exited", Details(exit_code=143), Sighting(WorkerLife.ENDED, -15, TERMINATED)),
+        ("exited", Details(exit_code=143), Sighting(WorkerLife.ENDED, 143, TERMINATED)),
         ("exited", Details(exit_code=255), Sighting(WorkerLife.ENDED, 255, "it ended with exit code 255")),
         (
             "exited",
             Details(exit_code=137, out_of_memory=True, memory=64),
             Sighting(
                 WorkerLife.ENDED,
-                -9,
+                137,
                 "the kernel killed it when it ran out of memory, at its limit of 64 bytes",
             ),
         ),

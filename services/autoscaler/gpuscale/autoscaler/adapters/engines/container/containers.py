@@ -170,7 +170,6 @@ def sighting(state: str, details: Details, given_up: str = "") -> Sighting:
         if details.unknown:
             return Sighting(WorkerLife.ENDED, None, given_up or UNTOLD)
         number = details.exit_code - 128  # engines report signals like a shell
-        code = -number if number in set(signal.Signals) else details.exit_code
         limit = f", at its limit of {details.memory} bytes" if details.memory else ""
         if given_up:
             why = given_up
@@ -179,9 +178,9 @@ def sighting(state: str, details: Details, given_up: str = "") -> Sighting:
         elif details.error:
             why = f"the engine says: {details.error}"
         else:
-            often = f", often {signal.Signals(-code).name}" if code < 0 else ""
+            often = f", often {signal.Signals(number).name}" if number in set(signal.Signals) else ""
             why = f"it ended with exit code {details.exit_code}{often}"
-        return Sighting(WorkerLife.ENDED, code, why)
+        return Sighting(WorkerLife.ENDED, details.exit_code, why)
     if state not in _RUNNING:
         return Sighting(WorkerLife.STARTING, reason=f"its engine calls it {state}", pid=details.pid)
     if details.unknown:
