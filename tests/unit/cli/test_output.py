@@ -346,6 +346,14 @@ def test_a_figure_of_zero_is_described_and_an_absent_one_is_not() -> None:
     gpu = RecordedGpu(uuid="GPU-a", stats=[MetricStats(metric="METRIC_POWER_WATTS", max=70.0)])
     stats = ["stats:", "- metric: POWER_WATTS", "  min: 0", "  max: 70", "  mean: 0", "  sampleCount: 0"]
     assert [*described(gpu)] == ["uuid: GPU-a", "index: 0", "sampleCount: 0", *stats]
+    chat = api.Endpoint(spec={"template": {}, "up": {"strictest": True}}, status={"summary": "idle"})
+    chat.spec.rules.add(threshold={"up_above": 4})
+    rule = ["  rules:", "  - priority: 0", "    threshold:", "      upAbove: 4"]
+    rest = ["  template:", "  up:", "    strictest: true"]
+    status = ["status:", "  desiredReplicas: 0", "  readyReplicas: 0", "  summary: idle"]
+    assert [*described(chat)] == ["spec:", "  minReplicas: 0", *rule, *rest, *status]
+    held = Reservation(holder="ann", gpus=[{}])
+    assert [*described(held)] == ["holder: ann", "gpus:", "- index: 0", "priority: 0"]
 
 
 def test_a_health_event_names_its_gpu_in_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import click
-from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from gpuscale.api.monitor import v1 as monitor_api
@@ -42,6 +41,10 @@ _EVENTS: Mapping[str, Sequence[str]] = {
 _MILLION = 1e6
 _MANY = 12
 """Most plain fields of a message to write on one line."""
+_FIGURES = re.compile(
+    "index|min|max|mean|(sample|rejected)_count|total|weight|(min|desired|ready)_replicas|priority"
+)
+"""Fields that tell something where they are 0, which elsewhere often means that they were not set."""
 
 
 @command("describe node host-1")
@@ -113,8 +116,8 @@ def described(message: Message, indent: str = "") -> Iterator[str]:
 def _known(message: Message) -> Iterator[tuple[Any, Any]]:
     listed = {field.number for field, _ in message.ListFields()}
     for field in message.DESCRIPTOR.fields:
-        figure = field.cpp_type == FieldDescriptor.CPPTYPE_DOUBLE or field.name.endswith(("count", "index"))
-        if field.number in listed or (figure and not (field.has_presence or field.is_repeated)):
+        figure = _FIGURES.fullmatch(field.name) and not (field.has_presence or field.is_repeated)
+        if field.number in listed or figure:
             yield field, getattr(message, field.name)
 
 
