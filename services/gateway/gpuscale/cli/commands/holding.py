@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 RETRY = 0.5
 """Seconds before an unanswered renewal is retried."""
+RARELY, PART = 5.0, 8
+"""Most seconds between retries of the end, and which part of the time that it has taken: many jobs may wait for one allocator."""
 PATIENCE, OF_DETACHED = 10.0, 60.0
 """Seconds to retry the first renewal, and the report of the end, without an answer; of a detached job past the end of its lease."""
 _Answer = TypeVar("_Answer")
@@ -28,19 +30,22 @@ class LeaseHolder:
     """Renews and releases the reservation of some orders by the lease token, in the first of several ways that answers.
 
     Attributes:
-        ends: when the lease ends by the last renewal, by the monotonic clock.
+        ends: when the lease ends by the last renewal, by the monotonic clock; a single value, which its guard may share.
         next_node: id of the node that keeps GPUs for its job, by the last renewal; empty if none does.
         moved: the reservation of a job that waits for other GPUs, to start again; None if it does not.
     """
 
-    def __init__(self, orders: Orders, ways: "Sequence[AllocatorServiceStub]") -> None:
+    def __init__(
+        self, orders: Orders, ways: "Sequence[AllocatorServiceStub]", ends: "memoryview[float] | None" = None
+    ) -> None:
         self.orders = orders
         self.member: JobMember | None = None
         self.all_ended = orders.member is None
         self.last_lines: Callable[[], Sequence[str]] = tuple
         self.moved: Reservation | None = None
         self.next_node: str = ""
-        self.asked_at = self.ends = 0.0
+        self.asked_at = 0.0
+        self.ends = [0.0] if ends is None else ends
         self._ways = list(ways)
         self._shown = ((LEASE_KEY, orders.lease_token),)
 
@@ -61,7 +66,7 @@ class LeaseHolder:
         )
         each = timeout / max(1, len(self._ways))
         answer = self._ask(lambda way: way.RenewReservation(request, timeout=each, metadata=self._shown))
-        self.ends = self.asked_at + wire.seconds(answer.reservation.remaining)
+        self.ends[0] = self.asked_at + wire.seconds(answer.reservation.remaining)
         self.next_node = answer.next_node.removeprefix("nodes/")
         return answer.reservation
 
@@ -95,14 +100,14 @@ class LeaseHolder:
     def renew_patiently(self, timeout: float, ended_attempt: int = 0) -> "Reservation":
         """Like `renew`, but retries unless it is refused, such as while the allocator restarts or has too many calls."""
         now = time.monotonic()
-        until = max(now, self.ends) + OF_DETACHED if self.orders.detached else now + PATIENCE
+        until = max(now, self.ends[0]) + OF_DETACHED if self.orders.detached else now + PATIENCE
         while True:
             try:
                 return self.renew(timeout, ended_attempt)
             except GpuscaleError as error:
                 if isinstance(error, REFUSALS) or time.monotonic() >= until:
                     raise
-            time.sleep(RETRY)
+            time.sleep(max(RETRY, min((time.monotonic() - now) / PART, RARELY)))
 
     def failed(self, error: GpuscaleError) -> None:
         """Report that the command did not start."""

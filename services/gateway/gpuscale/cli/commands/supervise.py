@@ -20,6 +20,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from mmap import mmap
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn, Self
@@ -101,13 +102,14 @@ def _supervise(*, job: bool) -> int:
             return 0  # another member cannot start
     if orders.detached and not job:
         return _detach(orders)
+    ends = memoryview(mmap(-1, 8)).cast("d")
     if not orders.waits and (code := processes.guard()) is not None:
         # Report a killed supervisor, and start a job that left its GPUs again, unless its caller does: here, since a process
         # that the supervisor starts ends with it.
         killed = code == OF_SIGNAL + signal.SIGKILL
         if killed or (orders.on_move and orders.detached):
             with _ways(orders) as (ways, _):
-                holder = LeaseHolder(orders, ways)
+                holder = LeaseHolder(orders, ways, ends)
                 if killed:
                     holder.killed(code)
                 else:
@@ -118,7 +120,7 @@ def _supervise(*, job: bool) -> int:
         return code
     child = None if orders.waits or orders.adopts else processes.WaitingChild()
     with _ways(orders) as (ways, own):
-        holder = LeaseHolder(orders, ways)
+        holder = LeaseHolder(orders, ways, ends)
         if orders.waits:
             return start_in_turn(holder)
         return run_under(holder, own=own, while_open=None if job else 1, child=child)
