@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 
 from gpuscale.client import UnauthenticatedError
-from gpuscale.common.errors import DeadlineExceededError
+from gpuscale.common.errors import CancelledCallError, DeadlineExceededError
 from gpuscale.common.rpc.status import PROBLEM_KEY
 from gpuscale.dashboard import feed as feeding
 from gpuscale.dashboard.facts import Facts
@@ -60,7 +60,11 @@ async def test_it_streams_and_asks_while_somebody_looks_and_nothing_otherwise(
         async with server.connect_async() as client:
             counting: Any = Counting(client, calls)
             feed = Feed(counting, facts)
-            assert {why for _, why in feed.errors} == {"UNAVAILABLE", "UPSTREAM_UNAVAILABLE"}
+            assert {why for _, why in feed.errors} == {
+                "UNAVAILABLE",
+                "UPSTREAM_UNAVAILABLE",
+                "DEADLINE_EXCEEDED",
+            }
             async with feed.running():
                 await only(set())
                 feed.look()
@@ -91,12 +95,17 @@ async def test_a_service_that_hangs_or_cannot_write_is_told_while_its_streams_st
 ) -> None:
     """A page said `live` until gRPC's keepalive found a frozen gateway, for up to 30 s."""
     hangs, trouble = DeadlineExceededError("no answer in 4 s"), "the fleet cannot write its state"
-    answers = iter([hangs, hangs, ((PROBLEM_KEY, trouble),), ((PROBLEM_KEY, trouble),), hangs, (), ()])
+    refused, closed = UnauthenticatedError("no"), CancelledCallError("the client was closed")
+    answers = iter(
+        [closed, hangs, hangs, *[worse := ((PROBLEM_KEY, trouble),)] * 2, hangs, (), worse, refused]
+    )
     facts, seen = Facts(), list[tuple[dict[str, str], list[str]]]()
 
     class Call:
         def __init__(self) -> None:
             self.answer = next(answers, ())
+            if self.answer is closed:
+                raise closed
 
         def __await__(self) -> Generator[None]:
             seen.append((dict(facts.problems), facts.wrong))
@@ -109,10 +118,12 @@ async def test_a_service_that_hangs_or_cannot_write_is_told_while_its_streams_st
 
     monkeypatch.setattr(feeding, "ASK", 0.0)
     client: Any = Mock(fleet=Mock(ListNodes=lambda *_, **__: Call()))
-    asking = asyncio.create_task(Feed(client, facts)._ask("fleet"))
-    await eventually(lambda: len(seen) > 7)
+    feed = Feed(client, facts)
+    asking = asyncio.create_task(feed._ask("fleet"))
+    await eventually(lambda: len(seen) > 9)
     asking.cancel()
     lost = {"fleet": hangs.message}, ["fleet: no answer in 4 s"]
     assert seen[:4] == [({}, []), lost, lost, ({}, [trouble])]
     assert seen[5][1] == ["fleet: no answer in 4 s", trouble]
-    assert seen[6:8] == [({}, [])] * 2
+    assert seen[6:9] == [({}, []), ({}, [trouble]), ({}, [])], "what was said before it was refused is old"
+    assert feed.errors["fleet", "DEADLINE_EXCEEDED"] == 3, "GpuscaleDashboardFails tells of it"

@@ -53,6 +53,7 @@ class Feed:
     def __init__(self, client: AsyncClient, facts: Facts) -> None:
         unavailable = ("UNAVAILABLE", "UPSTREAM_UNAVAILABLE")  # from 0, so that rates see the first
         self.errors = Counter({(source, why): 0 for source in SOURCES for why in unavailable})
+        self.errors.update({(service, DeadlineExceededError.default_reason): 0 for service in SERVICES})
         self._client = client
         self._facts = facts
         self._looked = asyncio.Event()
@@ -90,15 +91,16 @@ class Feed:
         """Ask a service now and then whether it answers, and what it says is wrong with it."""
         name, method, kind = SERVICES[service]
         while True:
-            call = getattr(getattr(self._client, name), method)(kind(page_size=1), timeout=ASK)
             try:
+                call = getattr(getattr(self._client, name), method)(kind(page_size=1), timeout=ASK)
                 await call
                 told: dict[str, object] = dict(await call.trailing_metadata() or ())
                 self._facts.told(service, str(told.get(PROBLEM_KEY, "")))
             except DeadlineExceededError as error:
                 self._facts.lost(service, error.message)
+                self.errors[service, error.reason] += 1
             except GpuscaleError:
-                self._facts.heard(service)  # that its streams end too, they tell
+                self._facts.told(service, "")  # that its streams end too, they tell
             await asyncio.sleep(ASK)
 
     async def _again(self, source: str) -> None:
