@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 from unittest.mock import AsyncMock, Mock
@@ -231,5 +232,8 @@ async def test_who_signed_in_sees_the_own_usage_until_the_end_of_a_day(
         until.value = "9999-12-31"
         await eventually(lambda: [row["whose"] for row in table.rows] == ["ann"])
         await eventually(lambda: query.call_args.args[0].until.ToJsonString() == "9999-12-31T23:59:59Z")
+        assert query.call_args.args[0].since.ToDatetime(UTC) < datetime.now(UTC), (
+            "of what was, not of what will be"
+        )
         until.value = "2020-01-31"
         await eventually(lambda: query.call_args.args[0].since.ToJsonString() == "2020-01-01T00:00:00Z")

@@ -37,8 +37,9 @@ def usage_page(site: DashboardSite) -> None:
     async def refresh() -> None:
         by = str(kind.value)
         first, last = (day_of(str(day.value or "")) for day in days)
+        now = datetime.now(UTC)  # the browser's day may be ahead
         request = allocator_api.QueryUsageRequest(
-            since=to_timestamp(first or (last or datetime.now(UTC)) - timedelta(days=SPANS[str(span.value)])),
+            since=to_timestamp(first or min(last or now, now) - timedelta(days=SPANS[str(span.value)])),
             until=None if last is None else to_timestamp(last + timedelta(days=1, seconds=-1)),
             group_by=allocator_api.QueryUsageRequest.GroupBy.Value(f"GROUP_BY_{by.upper()}"),
             order_by="granted_gpu_microseconds desc",
