@@ -106,11 +106,13 @@ async def test_a_running_recording_is_shown_as_it_is_now(monkeypatch: pytest.Mon
     now = monitor_api.Recording(sample_count=93)
     now.MergeFrom(monitor_api.Recording(name=begun.name, state=begun.state, gpus=begun.gpus))
     now.gpus[0].sample_count = 92
+    listing = AsyncMock(return_value=monitor_api.ListRecordingsResponse(recordings=[now]))
     client = Mock(
-        recordings=Mock(GetRecording=AsyncMock(return_value=monitor_api.GetRecordingResponse(recording=now))),
+        recordings=Mock(ListRecordings=listing),
         history=Mock(QueryHistory=AsyncMock(return_value=monitor_api.QueryHistoryResponse())),
     )
-    site = DashboardSite(Facts(recordings=[begun]), client, "", lambda: None, Mock())
+    gone = monitor_api.Recording(name="recordings/gone", state="STATE_RUNNING")
+    site = DashboardSite(Facts(recordings=[gone, begun]), client, "", lambda: None, Mock())
 
     async def shows(build: Callable[[DashboardSite], None], samples: int) -> None:
         with opened(monkeypatch) as page:
@@ -124,7 +126,15 @@ async def test_a_running_recording_is_shown_as_it_is_now(monkeypatch: pytest.Mon
             await eventually(shown)
 
     await shows(recordings.recordings_page, 93)
+    asked = {one.args[0].filter for one in listing.await_args_list}
+    assert asked == {"state = RUNNING"}, "not for each: one of them may be deleted meanwhile"
     await shows(partial(recordings.recording_page, recording="r"), 92)
+    assert listing.await_args.args[0].filter == 'name = "recordings/r"'
+    client.history.QueryHistory.reset_mock()
+    listing.return_value = monitor_api.ListRecordingsResponse()
+    with opened(monkeypatch):
+        recordings.recording_page(site, "r")
+        await eventually(lambda: client.history.QueryHistory.await_count)
 
 
 async def test_an_order_of_replicas_is_what_the_field_shows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,11 @@
 """Recordings; the page of one has a chart per reading, and mean, smallest and largest value per GPU."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from nicegui import ui
 
 from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.client import pages_async
 from gpuscale.common.wire import seconds, to_duration
 from gpuscale.dashboard import charts, humanize
 from gpuscale.dashboard.frame import Chart, DashboardSite, ListTable, Tiles, live, page, reading
@@ -32,7 +33,8 @@ def recordings_page(site: DashboardSite) -> None:
 
     async def refresh() -> None:
         with reading("the recordings", note):
-            await running.ask(site.facts.recordings)
+            if any(one.state == one.STATE_RUNNING for one in site.facts.recordings):
+                await running.ask("state = RUNNING")
             note.text = ""
 
     live(site.facts, lambda: table.show(RECORDINGS.rows(map(running.now, site.facts.recordings))))
@@ -50,11 +52,11 @@ class _Running:
         """A recording as it was when it was last asked for."""
         return self._asked.get(one.name, one) if one.state == one.STATE_RUNNING else one
 
-    async def ask(self, every: Iterable[monitor_api.Recording]) -> None:
-        """Ask for those that run."""
-        for one in [one for one in every if one.state == one.STATE_RUNNING]:
-            request = monitor_api.GetRecordingRequest(name=one.name)
-            self._asked[one.name] = (await self._site.client.recordings.GetRecording(request)).recording
+    async def ask(self, those: str) -> None:
+        """Ask for `those` that meet a filter, and forget the others."""
+        request = monitor_api.ListRecordingsRequest(filter=those, page_size=1000)
+        found = pages_async(self._site.client.recordings.ListRecordings, request)
+        self._asked = {one.name: one async for page in found for one in page.recordings}
 
 
 REFRESH = 2.0
@@ -102,7 +104,8 @@ def recording_page(site: DashboardSite, recording: str) -> None:
         if one is None or not one.gpus:
             return
         with reading("the history", note):
-            await asked.ask([one])
+            if one.state == one.STATE_RUNNING:
+                await asked.ask(f'name = "{name}"')
             span = monitor_api.HistorySpan(start_time=one.start_time)
             if one.HasField("end_time"):
                 span.end_time.CopyFrom(one.end_time)
