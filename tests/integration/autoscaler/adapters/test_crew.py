@@ -197,7 +197,7 @@ async def test_on_a_full_disk_nothing_starts_and_what_should_stop_stops(tmp_path
         await asyncio.sleep(25)
         assert engine.of(Finish) == [Finish(ONE, 30.0)]
         assert engine.of(Kill) == []
-        assert (TWO in engine.starts, crew.failures["apply", "NOT_RECORDED"] > 1) == (False, True)
+        assert (TWO in engine.starts, crew.failures["apply", "JOURNAL_UNWRITABLE"] > 1) == (False, True)
         await state(crew, ReplicaState.STOPPED)
         journal.full = False
         await state(crew, ReplicaState.STARTING, TWO)

@@ -41,7 +41,7 @@ FAILURES: tuple[tuple[Operation, str], ...] = (
     ("apply", "TIMEOUT"),
     ("apply", "STEP_FAILED"),
     ("apply", "REFUSED"),
-    ("apply", "NOT_RECORDED"),
+    ("apply", "JOURNAL_UNWRITABLE"),
 )
 """Operations that may fail, and why: counted from 0, so that the first failure is an increase."""
 _log = get_logger(__name__)
@@ -155,7 +155,7 @@ class EngineCrew:
                 silent = True
                 await asyncio.sleep(backoff.next())
             except OSError as error:
-                self.failures["apply", "NOT_RECORDED"] += 1
+                self.failures["apply", "JOURNAL_UNWRITABLE"] += 1
                 _log.error("cannot write the journal", why=error.strerror)
                 await asyncio.sleep(backoff.next())
 
