@@ -83,7 +83,6 @@ def hours(microseconds: float) -> float:
 def hours_used(rows: Sequence[tuple[str, allocator_api.UsageRow]]) -> Options:
     """A bar per (label, usage): GPU hours busy, idle and unknown."""
     shown = [*reversed(rows[:MOST_BARS])]  # ECharts draws the first at the bottom
-    parts = (("busy", LINE), ("idle", SECOND), ("unknown", QUIET))
     return LEGEND | {
         "animation": False,
         "title": {"text": "GPU hours", "left": 0, "textStyle": {"fontSize": 13, **INK}},
@@ -99,7 +98,7 @@ def hours_used(rows: Sequence[tuple[str, allocator_api.UsageRow]]) -> Options:
                 "color": color,
                 "data": tuple(round(hours(getattr(one, f"{name}_gpu_microseconds")), 2) for _, one in shown),
             }
-            for name, color in parts
+            for name, color in (("busy", LINE), ("idle", SECOND), ("unknown", QUIET))
         ],
     }
 

@@ -130,8 +130,7 @@ class VisitorActions:
         async def give_back(client: AsyncClient, _: str) -> None:
             # The fence is read as the visitor: the dashboard's own role may not see it.
             found = await client.allocator.GetReservation(allocator_api.GetReservationRequest(name=one.name))
-            fence = found.reservation.fence
-            request = allocator_api.ReleaseReservationRequest(name=one.name, fence=fence)
+            request = allocator_api.ReleaseReservationRequest(name=one.name, fence=found.reservation.fence)
             await client.allocator.ReleaseReservation(request)
 
         question = f"Release {name}, held by {one.holder}? Processes on its GPUs lose them."
@@ -242,8 +241,7 @@ class Visitors:
 
     def session(self, headers: Headers) -> VisitorSession | None:
         """The session of the sender of these headers; None if not signed in."""
-        secret = cookie_parser(headers.get("cookie", "")).get(COOKIE, "")
-        return self.sessions.find(secret, self.clock.now())
+        return self.sessions.find(cookie_parser(headers.get("cookie", "")).get(COOKIE, ""), self.clock.now())
 
     def actions(self, headers: Headers | None = None) -> VisitorActions | None:
         """Calls for the sender of these headers, or for the visitor of the page being built."""
@@ -267,8 +265,7 @@ class Visitors:
         async with self.trying, self.connect(token) as client:
             call = client.fleet.ListNodes(monitor_api.ListNodesRequest(page_size=1))
             await call
-            told = str(dict(await call.trailing_metadata()).get(ROLE_KEY, ""))
-            return Role.__members__.get(told)
+            return Role.__members__.get(str(dict(await call.trailing_metadata()).get(ROLE_KEY, "")))
 
     async def recheck(self) -> None:
         """For ever: sign out visitors whose token the gateway rejects, and follow the roles of the others.

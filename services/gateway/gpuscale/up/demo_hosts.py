@@ -291,13 +291,12 @@ class Workers:
                 self._changed.set()
 
     async def _messages(self) -> AsyncIterator[autoscaler_internal.ConnectRequest]:
-        capabilities = autoscaler_api.AdapterCapabilities(logs=True)
         register = autoscaler_internal.Register(
             adapter=self._node,
             kind="demo",
             node=self._node,
             templates=sorted(self._traffic.capacity),
-            capabilities=capabilities,
+            capabilities=autoscaler_api.AdapterCapabilities(logs=True),
         )
         yield autoscaler_internal.ConnectRequest(register=register)
         while True:

@@ -137,8 +137,7 @@ class AutoscalerConnection:
                     self._templates = {
                         item.replica: item.template for item in answer.replicas if item.capability_set
                     }
-                    desired = map(to_desired, answer.replicas)
-                    self._crew.apply([item for item in desired if item is not None])
+                    self._crew.apply([item for item in map(to_desired, answer.replicas) if item is not None])
                     self._revision = answer.revision
                     self._changed.set()
         except GpuscaleError as error:

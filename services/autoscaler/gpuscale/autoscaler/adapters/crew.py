@@ -177,10 +177,8 @@ class EngineCrew:
         await self._write(plan.write)
         if self._closing:  # `end_all` came meanwhile, and does not know of them
             boot = self._clock.boot_id
-            intents = [one.replica for one in plan.write if one.phase is Phase.INTENT]
-            await self._write(
-                [JournalRecord(one, Phase.ENDED, boot, reason=NEVER_STARTED) for one in intents]
-            )
+            begun = [one.replica for one in plan.write if one.phase is Phase.INTENT]
+            await self._write([JournalRecord(one, Phase.ENDED, boot, reason=NEVER_STARTED) for one in begun])
         self._tell()
         # What cannot be recorded is not started; but what should stop is stopped all the same.
         # Starts come last: they may take long, and free no capacity.

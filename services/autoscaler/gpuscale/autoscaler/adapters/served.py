@@ -34,8 +34,7 @@ FREE_PORT = "free_port"
 
 def with_free_port(order: ReplicaOrder, arguments: Iterable[str]) -> ReplicaOrder:
     """The order, with a currently free port if arguments ask for one and the order has none."""
-    used = placeholders(map(parse_argument, arguments))
-    if FREE_PORT not in used or FREE_PORT in order.parameters:
+    if FREE_PORT not in placeholders(map(parse_argument, arguments)) or FREE_PORT in order.parameters:
         return order
     with socket.socket() as listener:
         listener.bind(("", 0))

@@ -245,8 +245,7 @@ def _wish(kind: RatioRule, pool: Pool, capacity: _Capacity, start: str | None, g
 def _needed(kind: RatioRule, pool: Pool, victim: WorkerGroup, capacity: _Capacity) -> str:
     """Why a group has to stay; empty if it need not."""
     left = capacity.workers(pool.offers) - victim.workers
-    tasks = capacity.runnable(pool.offers)
-    if left > 0 and tasks / left > kind.up_above:
+    if left > 0 and capacity.runnable(pool.offers) / left > kind.up_above:
         return f"with {counted(left, 'worker')} there would be more than {kind.up_above:g} for each"
     for one in capacity.demands:
         if not covers(victim.capabilities, one.capabilities):

@@ -78,8 +78,7 @@ def _safest(before: int, outcomes: Sequence[RuleOutcome]) -> Combined:
     if holding := _voting(outcomes, Vote.HOLD):
         return _held(before, holding[0], "holds")
     if down := _voting(outcomes, Vote.DOWN):
-        least = max(down, key=lambda one: one.step.after)
-        return _follow(before, least, "wants the least reduction", down)
+        return _follow(before, max(down, key=lambda one: one.step.after), "wants the least reduction", down)
     return _unchanged(before, outcomes)
 
 

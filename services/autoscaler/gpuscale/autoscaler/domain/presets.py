@@ -95,8 +95,7 @@ def _spec(wish: Wish, tick: float, signals: tuple[Signal, ...], *rules: Rule) ->
 def _one(wish: Wish, tick: float, count: QueueCount, kind: Kind) -> EndpointSpec:
     """A spec of one rule on one signal, without a cooldown."""
     name = ALL if count is QueueCount.TOTAL else WAITING
-    rule = Rule(kind.field(), name, kind, cooldown=0.0)
-    return _spec(wish, tick, (_work(wish, name, count),), rule)
+    return _spec(wish, tick, (_work(wish, name, count),), Rule(kind.field(), name, kind, cooldown=0.0))
 
 
 def gpuscale(wish: Wish) -> EndpointSpec:

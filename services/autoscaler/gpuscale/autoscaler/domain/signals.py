@@ -110,10 +110,9 @@ def combined(readings: Sequence[QueueReading]) -> QueueReading:
         raise ValueError("there is nothing to add up")
     if len(readings) == 1:
         return readings[0]
-    times = _known(one.observed_at for one in readings)
     whole = QueueReading(
         QueueState.OK,
-        observed_at=min(times, default=None),
+        observed_at=min(_known(one.observed_at for one in readings), default=None),
         queue_count=sum(one.queue_count for one in readings),
     )
     lost = [one for one in readings if one.state is not QueueState.OK]
@@ -122,12 +121,11 @@ def combined(readings: Sequence[QueueReading]) -> QueueReading:
     rates = _known(one.rates for one in readings)
     # The oldest message is known if it is known of each queue that has one.
     ages = _known(one.rates.oldest_age for one in readings if one.rates is not None and one.ready != 0)
-    said = filter(None, (one.message for one in readings))
     return whole._replace(
         ready=_total(one.ready for one in readings),
         unacked=_total(one.unacked for one in readings),
         consumers=_total(one.consumers for one in readings),
-        message=next(said, ""),
+        message=next(filter(None, (one.message for one in readings)), ""),
         rates=Rates(
             math.fsum(one.published for one in rates),
             math.fsum(one.delivered for one in rates),

@@ -123,9 +123,7 @@ class Adapting:
                 return
             trials = dict[str, Trial]()
             for name, report in reports.items():
-                parts = [
-                    Window(part.request_count, part.late_count, part.gpu_hours) for part in report.windows
-                ]
+                parts = [Window(one.request_count, one.late_count, one.gpu_hours) for one in report.windows]
                 trials[name] = Trial(name, parts)
             found.append(trials)
             specs = specs or {name: report.spec for name, report in reports.items()}

@@ -272,7 +272,6 @@ class ManagementClient:
 
     async def statistics(self, virtual_host: str) -> dict[str, Measured]:
         """The broker's statistics of each queue by name; some seconds old, and possibly incomplete."""
-        queues = await self._list(virtual_host, _STATISTICS, _MEASURED)
         return {
             queue.name: Measured(
                 queue.consumers,
@@ -280,7 +279,7 @@ class ManagementClient:
                 queue.message_stats.deliver_get_details.rate,
                 None if isinstance(head := queue.head_message_timestamp, str) else head,
             )
-            for queue in queues
+            for queue in await self._list(virtual_host, _STATISTICS, _MEASURED)
             if queue.messages is not None
         }
 

@@ -45,7 +45,6 @@ def load(connection: Connection) -> Sequence[StoredBacktest]:
     """Every backtest."""
     query = select(_BACKTEST, func.sum(func.length(_REPORT))).group_by(_BACKTEST)
     sizes: dict[str, int] = {name: int(size) for name, size in connection.execute(query)}
-    rows = connection.execute(select(BacktestRow)).mappings()
     return [
         StoredBacktest(
             api.Backtest.FromString(row["message"]),
@@ -53,7 +52,7 @@ def load(connection: Connection) -> Sequence[StoredBacktest]:
             row["fingerprint"],
             sizes.get(row["name"], 0),
         )
-        for row in rows
+        for row in connection.execute(select(BacktestRow)).mappings()
     ]
 
 

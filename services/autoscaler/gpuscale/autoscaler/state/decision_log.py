@@ -504,8 +504,7 @@ class DecisionLog:
 
         def read(connection: Connection) -> tuple[Sequence[api.Decision], str, datetime | None]:
             def older(last: str) -> Iterator[StoredDecision]:
-                below = int(last) if _is_id(last) else None
-                ids = decision_ids(connection, endpoint, below, most, period)
+                ids = decision_ids(connection, endpoint, int(last) if _is_id(last) else None, most, period)
                 return map(self._repetitions.shown, decisions(connection, ids))
 
             found, token = listed(

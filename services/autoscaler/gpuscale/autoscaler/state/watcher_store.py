@@ -51,8 +51,7 @@ def load(connection: Connection) -> Sequence[StoredWatcher]:
         spec = WatchSpec(
             row["broker"], row["virtual_host"], queues, row["pattern"], row["rates"], row["interval_seconds"]
         )
-        created = _EPOCH + row["create_time_us"] * _MICROSECOND
-        watcher = Watcher(row["id"], spec, row["etag"], created)
+        watcher = Watcher(row["id"], spec, row["etag"], _EPOCH + row["create_time_us"] * _MICROSECOND)
         found.append(StoredWatcher(watcher, row["request_id"], row["request_fingerprint"]))
     return sorted(found, key=lambda one: one.watcher.id)
 
@@ -125,12 +124,11 @@ def readings(connection: Connection, endpoint: str, since: float, until: float) 
     """The readings of an endpoint between two moments, in seconds since 1970; oldest first."""
     at = col(ReadingRow.at)
     own = select(ReadingRow).where(col(ReadingRow.endpoint) == endpoint, at >= since, at <= until)
-    rows = connection.execute(own.order_by(at)).mappings()
     return [
         RecordedReading(
             row["at"], row["ready"], row["unacked"], row["published"], row["delivered"], row["since"]
         )
-        for row in rows
+        for row in connection.execute(own.order_by(at)).mappings()
     ]
 
 

@@ -1,5 +1,6 @@
 """`gpuscalectl describe`: all fields of a resource, and its events of the last hour."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any

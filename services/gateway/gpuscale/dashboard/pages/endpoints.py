@@ -172,9 +172,7 @@ class WhatIf:
         """Show what the endpoint would do at the values of all moved sliders."""
         self._stated[signal] = value = float(slider.value or 0.0)
         shown.text = f"{signal}: {value:g}"
-        stated = [
-            autoscaler_api.StatedSignal(signal=name, value=value) for name, value in self._stated.items()
-        ]
+        stated = [autoscaler_api.StatedSignal(signal=one, value=at) for one, at in self._stated.items()]
         request = autoscaler_api.EvaluateRequest(name=self._endpoint, signals=stated)
         try:
             found = await self._site.client.decisions.Evaluate(request)

@@ -17,9 +17,7 @@ MOST_ACTS = 100
 def policies_page(site: DashboardSite) -> None:
     """Build the page."""
     with page(site, "Policies"):
-        policies = ListTable(
-            POLICIES.columns, key="name", empty="no policies: docs/sharing.md has an example"
-        )
+        table = ListTable(POLICIES.columns, key="name", empty="no policies: docs/sharing.md has an example")
         why = ui.label().classes("gs-quiet")
         acts = ListTable(ACTS.columns, key="key", links=("subject",), empty="no policy has acted yet")
 
@@ -28,7 +26,7 @@ def policies_page(site: DashboardSite) -> None:
             found = await site.client.policies.ListUsePolicies(api.ListUsePoliciesRequest(page_size=1000))
             done = await site.client.policies.ListPolicyActs(api.ListPolicyActsRequest(page_size=MOST_ACTS))
             why.text = f"what they did or would have done: the last {MOST_ACTS}"
-            policies.show(POLICIES.rows(found.use_policies))
+            table.show(POLICIES.rows(found.use_policies))
             acts.show(ACTS.rows(done.policy_acts))
 
     ui.timer(REFRESH, refresh)

@@ -121,8 +121,7 @@ def recording_page(site: DashboardSite, recording: str) -> None:
             timer.interval = max(REFRESH, seconds(answer.step)) if running else REFRESH_ENDED
             for chart, (metric, title, unit) in zip(drawn, CHARTS, strict=True):
                 known = [gpu for gpu in one.gpus if (gpu.uuid, metric) in kept]
-                lines = [(label(gpu), kept[gpu.uuid, metric]) for gpu in known]
-                chart.show(charts.lines(lines, title, unit))
+                chart.show(charts.lines([(label(gpu), kept[gpu.uuid, metric]) for gpu in known], title, unit))
             note.text = history_note(one, answer)
 
     live(site.facts, draw)

@@ -52,8 +52,7 @@ def reservations_page(site: DashboardSite) -> None:
         gpus, now = site.gpus(), datetime.now(UTC)
         by_uuid = {gpu.uuid: gpu for gpu in gpus}
         known = (places.get(one.name, one) if rows.waits(one) else one for one in site.facts.reservations)
-        held = sorted(known, key=rows.waits_longest)
-        shown = [rows.reservation_row(one, by_uuid, now) for one in held]
+        shown = [rows.reservation_row(one, by_uuid, now) for one in sorted(known, key=rows.waits_longest)]
         text = str(wanted.value or "")
         own = {name.partition("/")[2] for name, one in places.items() if one.fence}  # as only they are told
         matching = [row for row in shown if rows.matches(row, text)]
@@ -142,8 +141,7 @@ def reservation_page(site: DashboardSite, reservation: str) -> None:
 
 
 async def _asked(name: str, client: AsyncClient) -> allocator_api.Reservation:
-    request = allocator_api.GetReservationRequest(name=name)
-    return (await client.allocator.GetReservation(request)).reservation
+    return (await client.allocator.GetReservation(allocator_api.GetReservationRequest(name=name))).reservation
 
 
 async def _kept(one: allocator_api.Reservation) -> list[Path]:

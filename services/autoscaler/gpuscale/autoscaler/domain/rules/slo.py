@@ -100,9 +100,7 @@ class SloRule(Kind):
     def propose(self, rule: Rule, value: float, inputs: Inputs) -> Proposal:
         """The replicas that serve what arrives, and what waits, within the goals."""
         before = inputs.before
-        seen = {
-            name: known for name in self.metrics if (known := inputs.value(f"{rule.id}.{name}")) is not None
-        }
+        seen = {name: one for name in self.metrics if (one := inputs.value(f"{rule.id}.{name}")) is not None}
         remembered = inputs.bursts.get(rule.id)
         learnt = remembered if isinstance(remembered, Learnt) else Learnt((), inputs.ready, inputs.now)
         if before == 0:

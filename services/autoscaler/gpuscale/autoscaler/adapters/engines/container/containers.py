@@ -232,9 +232,7 @@ def check_source(path: str) -> str:
 def check_program(command: tuple[str, ...]) -> tuple[str, ...]:
     """Return a command whose first argument, possibly the program, is fixed; ValueError otherwise."""
     parsed = templates.parse_arguments(command)
-    if parsed and any(
-        isinstance(part, templates.Placeholder) and part.name != "python" for part in parsed[0]
-    ):
+    if parsed and any(isinstance(one, templates.Placeholder) and one.name != "python" for one in parsed[0]):
         raise ValueError("the first argument of a command takes no placeholder but {python}")
     return command
 
