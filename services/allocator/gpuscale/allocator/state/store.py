@@ -283,8 +283,9 @@ class AllocatorStore:
                 found = await self._store.read(lambda connection: connection.execute(known).scalars().all())
                 if found:
                     problem = "what was granted for the request has ended"
-                    ids = {"request_ids": ",".join(found)}
-                    return UnavailableError(problem, reason="REQUEST_ENDED", metadata=ids)
+                    return UnavailableError(
+                        problem, reason="REQUEST_ENDED", metadata={"request_ids": ",".join(found)}
+                    )
             raise error
         except UnavailableError as known:  # as it is: not everybody is told of a database
             return known
