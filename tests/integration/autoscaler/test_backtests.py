@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.servicers import backtests
+from gpuscale.autoscaler.servicers import backtest_jobs, backtests
 from gpuscale.common.errors import GpuscaleError
 from gpuscale.common.rpc.status import from_rpc_error, rpc_errors
 from gpuscale.common.rpc.wrapped_channel import sending
@@ -222,7 +222,7 @@ async def test_what_breaks_one_ends_that_one_alone_and_tells_no_details(
         raise error
 
     with monkeypatch.context() as patched:
-        patched.setattr(backtests, "run_job", broken)
+        patched.setattr(backtest_jobs, "run_job", broken)
         one = await create(asked, parts(policies("a"), SHORT))
         failed = await until(asked, one.name, State.STATE_FAILED)
     assert failed.end_reason == Why.END_REASON_ERROR
