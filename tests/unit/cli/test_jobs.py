@@ -5,7 +5,7 @@ import signal
 import subprocess
 import threading
 import time
-from mmap import mmap
+from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryFile
 from types import SimpleNamespace
@@ -140,14 +140,24 @@ def test_the_end_of_a_detached_job_is_told_while_its_lease_lasts(monkeypatch: py
         holder.ended(code, "")
     assert (allocator.told, allocator.unanswered > 900) == ([0, 3], True)
     assert 0 <= now[0] - holder.ends[0] - holding.OF_DETACHED < holding.RARELY
-    allocator.unanswered, ends = 0, memoryview(mmap(-1, 8)).cast("d")
-    if not (child := os.fork()):
-        holding.LeaseHolder(orders, [allocator], ends).renew(1.0)
+    lasts, allocator.unanswered = now[0] + 300, 0
+
+    def guarding() -> int | None:
+        if not (child := os.fork()):
+            return None
+        os.waitpid(child, 0)
+        allocator.unanswered = 1000
+        return 137
+
+    def renewing(holder: holding.LeaseHolder, **_: object) -> None:
+        holder.renew(1.0)
         os._exit(0)
-    os.waitpid(child, 0)
-    allocator.unanswered, lasts = 1000, now[0] + 300
-    guard = holding.LeaseHolder(orders, [allocator], ends)  # which never renewed it
-    guard.killed(137)
+
+    monkeypatch.setattr(supervise, "_read_orders", lambda: orders)
+    monkeypatch.setattr(supervise, "_ways", lambda _: nullcontext(([allocator], None)))
+    monkeypatch.setattr(supervise, "run_under", renewing)
+    monkeypatch.setattr(processes, "guard", guarding)
+    assert supervise._supervise(job=True) == 137, "whose guard never renewed the lease itself"
     assert 0 <= now[0] - lasts - holding.OF_DETACHED < holding.RARELY
 
 
