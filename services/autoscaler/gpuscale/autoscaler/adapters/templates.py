@@ -2,8 +2,7 @@
 
 A command is a list of arguments, never a shell line. `{name}` in an argument is a placeholder: one of `BUILTIN`, or a parameter
 of the endpoint. `{name:int}` accepts only a whole number. `{{` and `}}` are literal braces. A placeholder never reaches beyond
-its argument, the program itself is fixed, and the environment has no placeholders: so API users choose values, and nothing
-else.
+its argument, the program itself is fixed, and the environment has no placeholders: so API users choose values, and nothing else.
 """
 
 import re

@@ -121,8 +121,7 @@ class Wakes:
 class Followers:
     """The followers of endpoints. Changes before a look are merged.
 
-    `looked_at` has the endpoints that were changed, or looked at, since they were last taken out; `some` is set if there are
-    any.
+    `looked_at` has the endpoints that were changed, or looked at, since they were last taken out; `some` is set if there are any.
     """
 
     def __init__(self) -> None:

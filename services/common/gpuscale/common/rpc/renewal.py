@@ -49,8 +49,7 @@ async def renew_certificate(fleet: grpc.aio.Channel, file: Path, ca_file: Path) 
                 await asyncio.to_thread(write_host_files, file, ca_file, key, *pems)
                 _log.info("certificate renewed", file=str(file))
         except (GpuscaleError, OSError, ValueError) as error:
-            problem = await _problem(error, file)
-            _log.warning("cannot renew the certificate", file=str(file), problem=problem)
+            _log.warning("cannot renew the certificate", file=str(file), problem=await _problem(error, file))
         await asyncio.sleep(LOOK_PERIOD)
 
 

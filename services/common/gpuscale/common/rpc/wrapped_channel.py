@@ -226,8 +226,7 @@ _LEAST: Final = 0.5
 """Seconds for another round: one cut short would hide behind its deadline that nobody could be reached."""
 _TOO_MANY: Final = "Too many pings"
 """Message of gRPC core for a call that was cut by a server of the first release, which permits one ping each 10 s."""
-# Messages of gRPC core for a call that was never sent. If they change one day, callers get the error instead of a
-# retry.
+# Messages of gRPC core for a call that was never sent. If they change one day, callers get the error instead of a retry.
 _NEVER_SENT: Final = ("failed to connect to all addresses", "DNS resolution failed", "errors resolving ")
 
 

@@ -1,11 +1,10 @@
 """Leader election: of all processes of a service on one PostgreSQL database, exactly one leads.
 
-The lead is a session-level advisory lock on a connection of its own. The server releases it when the connection ends: at
-once if the process dies, or after `LEASE` seconds of silence if the process hangs or its host is gone
-(`idle_session_timeout`, which needs no synchronized clocks). Each takeover ends the sessions of the previous leader and
-increments the epoch in the table `leadership`. Every write transaction checks the epoch under a lock, so a late write of
-an earlier leader is refused. (Fencing tokens: M. Kleppmann, "How to do distributed locking", 2016; etcd issue 15247 shows
-leases without them.)
+The lead is a session-level advisory lock on a connection of its own. The server releases it when the connection ends: at once if
+the process dies, or after `LEASE` seconds of silence if the process hangs or its host is gone (`idle_session_timeout`, which
+needs no synchronized clocks). Each takeover ends the sessions of the previous leader and increments the epoch in the table
+`leadership`. Every write transaction checks the epoch under a lock, so a late write of an earlier leader is refused. (Fencing
+tokens: M. Kleppmann, "How to do distributed locking", 2016; etcd issue 15247 shows leases without them.)
 """
 
 import asyncio
@@ -224,6 +223,5 @@ def lock_key(service: str) -> int:
 
 async def _ask(connection: _Connection, query: str, *values: object) -> object:
     """The single value that a query returns; None without a row."""
-    cursor = await connection.execute(query.encode(), values or None)
-    row = await cursor.fetchone()
+    row = await (await connection.execute(query.encode(), values or None)).fetchone()
     return None if row is None else row[0]

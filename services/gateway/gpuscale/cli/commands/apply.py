@@ -171,9 +171,7 @@ def diff(session: Session, file: tuple[str, ...], prune: bool) -> None:
     if session.output.human:
         write_lines([line for _, lines in differing for line in lines])
     else:
-        records = [
-            {"name": step.name, "action": str(step.action), "diff": lines} for step, lines in differing
-        ]
+        records = [{"name": one.name, "action": str(one.action), "diff": lines} for one, lines in differing]
         session.output.write_data({"changes": records})
     if differing:
         leave(DIFFERS)
@@ -247,9 +245,7 @@ def _yaml(data: object) -> list[str]:
 
 def _read_all(files: Sequence[str]) -> list[manifests.DeclaredDocument]:
     """Read all files and check them against the API's rules, before any change."""
-    wanted = [
-        one for name in files for text, source in read(name) for one in manifests.declared(text, source)
-    ]
+    wanted = [one for name in files for text, place in read(name) for one in manifests.declared(text, place)]
     if not wanted:
         raise InvalidArgumentError(f"{', '.join(files)}: nothing to apply; nothing was changed")
     check(wanted)

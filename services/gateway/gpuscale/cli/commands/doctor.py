@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import distributions, version
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 from pydantic import BaseModel, SecretStr
@@ -96,8 +96,7 @@ def findings(session: Session, config: Path | None, only: str | None = None) -> 
                         found.append(host.Diagnosis("service", part, "FAIL", error.message, advice))
                 found.append(host.Diagnosis("service", server, "OK", f"{client.address} answers"))
         except GpuscaleError as error:
-            first = error.message.partition("\n")[0]
-            found.append(host.Diagnosis("service", server, "FAIL", first, advice))
+            found.append(host.Diagnosis("service", server, "FAIL", error.message.partition("\n")[0], advice))
     return sorted(found, key=lambda one: ("FAIL", "WARN", "OK").index(one.state))
 
 
@@ -146,16 +145,14 @@ def _nodes(client: "Client", about: lookup.About) -> "Iterator[host.Diagnosis]":
             yield host.Diagnosis(
                 "version", node.name, "WARN" if same else "FAIL", text, "docs/operations.md#upgrade"
             )
-        ahead = clock_ahead(node, time.time())
-        if ahead is None:
+        gap = clock_ahead(node, time.time())
+        if gap is None:
             continue
-        if abs(ahead) < SKEW:
+        if abs(gap) < SKEW:
             yield host.Diagnosis("clock", node.name, "OK", f"within {SKEW:.0f} s of this host's")
         else:
             advice = "chronyc tracking, on both hosts"
-            yield host.Diagnosis(
-                "clock", node.name, "FAIL" if abs(ahead) > FAR else "WARN", off(ahead), advice
-            )
+            yield host.Diagnosis("clock", node.name, "FAIL" if abs(gap) > FAR else "WARN", off(gap), advice)
 
 
 def _adapters(client: "Client", about: lookup.About) -> "Iterator[host.Diagnosis]":
@@ -310,22 +307,9 @@ def _open(value: object) -> object:
 def server_files(session: Session) -> Iterator[tuple[str, str]]:
     """The server's state; a service that does not answer is replaced by its error."""
     about = lookup.About(silent=session.silent)
-    more: dict[str, dict[str, object]] = {
-        "health": {"ended": True},
-        "replicas": {"ended": True},
-        "decisions": {"limit": NEWEST},
-    }
-    for name in [
-        "nodes",
-        "health",
-        "cordons",
-        "reservations",
-        "endpoints",
-        "replicas",
-        "adapters",
-        "watchers",
-        "decisions",
-    ]:
+    ended = {"ended": True}
+    more: dict[str, Any] = {"health": ended, "replicas": ended, "decisions": {"limit": NEWEST}}
+    for name in ("nodes", "cordons", "reservations", "endpoints", "adapters", "watchers", *more):
         read: Callable[..., list[Message]] = getattr(lookup, name)
         try:
             with session.connect() as client:

@@ -77,9 +77,7 @@ def wait(session: Session, kind: str, name: tuple[str, ...], until: str, timeout
         with session.connect() as client, telling() as (tell, _):
             ended = [find(client, one).until_ended(timeout, tell, began) for one in typed]
         if session.output.human:
-            write_lines(
-                [f"{one.name} {one.job.State.Name(one.job.state).removeprefix('STATE_')}" for one in ended]
-            )
+            write_lines([f"{one.name} {cells.word(one.job, 'state')}" for one in ended])
         else:
             session.output.write_list(ended, allocator_views.JOBS)
         failed = (one for one in ended if one.job.exit_code or not one.job.HasField("exit_code"))

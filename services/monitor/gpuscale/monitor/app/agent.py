@@ -135,8 +135,7 @@ async def serve(settings: AgentFrame, stop: asyncio.Event) -> None:
     """Serve until `stop` is set."""
     authenticator = settings.authenticator(socket_role=Role.AGENT)
     calls = CallMeter(settings.section, authenticator) if settings.metrics_listen else None
-    options = replace(settings.server_options(), socket=settings.work_socket)
-    server = Server(options, authenticator, calls)
+    server = Server(replace(settings.server_options(), socket=settings.work_socket), authenticator, calls)
     address = server.bind()
     async with AsyncExitStack() as stack:
         fleet = allocator = None

@@ -197,6 +197,5 @@ class AgentPage:
             fresh = age <= STALE_PERIODS * snapshot.period
             message = to_snapshot(snapshot, now)
             held = NOBODY if self.holders is None else with_pods(await self.holders(), message.gpus)
-            quarantined = self.quarantined()
-            add_snapshot(page, message, self.style, fresh=fresh, quarantined=quarantined, held=held)
+            add_snapshot(page, message, self.style, fresh=fresh, quarantined=self.quarantined(), held=held)
             self.xids.add_to(page, message, self.style, held)

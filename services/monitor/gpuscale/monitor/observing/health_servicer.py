@@ -110,8 +110,7 @@ class HealthWatch:
         """Take in a snapshot; `change` is None for a whole one."""
         register = self.register
         if change is None:
-            problem = picture.snapshot.gpu_problem
-            register.shown(node, picture.boot_id, frozenset(picture.uuids), now, problem)
+            register.shown(node, picture.boot_id, frozenset(picture.uuids), now, picture.snapshot.gpu_problem)
         every = now >= self._turns.get(node, float("-inf"))
         if every:
             # Spread the turns of nodes that connect at the same time.

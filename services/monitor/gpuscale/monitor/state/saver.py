@@ -72,8 +72,7 @@ class Saver:
         """Restore the state of the last run. FailedPreconditionError (STATE_UNREADABLE) if it is invalid."""
         before, newest = await self._store.boot()
         wall = self._clock.wall().timestamp()
-        now = self._clock.now()
-        self._timeline = continued(before, newest, self._clock.boot_id, now, wall)
+        self._timeline = continued(before, newest, self._clock.boot_id, self._clock.now(), wall)
         try:
             for text in await self._store.bodies("recording"):
                 recording = recording_from_text(text, self._timeline.offset)

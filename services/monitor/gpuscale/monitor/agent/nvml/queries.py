@@ -176,8 +176,7 @@ _STATUS = {
 def explain(error: pynvml.NVMLError) -> Failure:
     """The failure of an error. GpuSourceError if NVML is gone."""
     raise_if_driver_gone(error)
-    status = _STATUS.get(error.value, ReadingStatus.ERROR)
-    return Failure(status, str(error), _GPU_GONE.get(error.value))
+    return Failure(_STATUS.get(error.value, ReadingStatus.ERROR), str(error), _GPU_GONE.get(error.value))
 
 
 def raise_if_driver_gone(error: pynvml.NVMLError) -> None:

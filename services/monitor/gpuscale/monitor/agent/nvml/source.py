@@ -203,13 +203,12 @@ def find_devices(sys: Path) -> tuple[dict[str, NvmlDevice], list[MissingGpu]]:
             missing.append(MissingGpu(index, address, str(error)))
             continue
         place = pci_place(sys / "bus/pci/devices" / pci_address(address))
-        divided = mig_enabled(handle) or False
         identity = GpuIdentity(
             uuid,
             index,
             name,
             address,
-            divided=divided,
+            divided=mig_enabled(handle) or False,
             place=place,
             serial=_answer(pynvml.nvmlDeviceGetSerial, handle) or "",
             vbios_version=_answer(pynvml.nvmlDeviceGetVbiosVersion, handle) or "",

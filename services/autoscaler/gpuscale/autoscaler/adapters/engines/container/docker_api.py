@@ -66,9 +66,8 @@ class DockerApi:
 
     async def containers(self) -> list[Listed]:
         """Every container with this adapter's label, including ended ones."""
-        filters = json.dumps({"label": [self._label]})
         async with _answers(LIST_TIMEOUT, reading=True):
-            found = await self._docker.containers.list(all=True, filters=filters)
+            found = await self._docker.containers.list(all=True, filters=json.dumps({"label": [self._label]}))
             return [Listed.model_validate({key: item[key] for key in _KEYS if key in item}) for item in found]
 
     async def inspect(self, container: str) -> Inspected | None:

@@ -233,9 +233,8 @@ class ContainerEngine(StepwiseEngine):
         name = step.template
         template = template_named(self._settings.container_templates, name)
         order = with_free_port(step.order, template.arguments)
-        log_bytes = self._settings.replica_log_max_bytes
         request = containers.container_request(
-            self._adapter, name, template, order, self._environment, log_bytes
+            self._adapter, name, template, order, self._environment, self._settings.replica_log_max_bytes
         )
         try:
             container = await self._create(order, request)
