@@ -358,9 +358,9 @@ def test_a_job_that_moves_is_granted_asked_to_save_ended_and_granted_again(
     assert told()[:2] == ["asked for by training", moved[0]], "it waited first"
     one.ClearField("grant_time")
     del one.gpus[:], one.job.members[:]
-    one.asked_gpu_count = 2
+    one.asked_gpu_count, one.state = 2, one.STATE_WAITING
     assert told() == [moved[0].replace("1 GPU", "2 GPUs"), *moved[1:]], "it waits"
-    assert ctl("get", "job", one.name).out.splitlines()[1].split()[5] == "2"
+    assert ctl("get", "job", one.name).out.splitlines()[1].split()[5:8] == ["0", "of", "2"]
     one.job.attempt = 10
     assert told()[0] == "granted to training", "the first attempt is forgotten"
     del one.job.earlier[:]
