@@ -54,6 +54,7 @@ UNTIL = "\x1c"
 T = TypeVar("T")
 _Reservations: TypeAlias = Sequence[model.Reservation]
 _Work: TypeAlias = Callable[[Connection], object] | None
+_Done: TypeAlias = Callable[[Exception | None, object], None]
 
 _JOB, _WANTED = TypeAdapter(ReservedJob), TypeAdapter(model.Wanted)
 _TABLES = schema.Table.metadata.tables
@@ -191,12 +192,7 @@ class AllocatorStore:
         await self._write(partial(self._save, beside, added, changed, begun, also), added)
 
     def begin(
-        self,
-        added: _Reservations,
-        changed: _Reservations,
-        begun: _Reservations,
-        also: _Work,
-        done: Callable[[Exception | None, object], None],
+        self, added: _Reservations, changed: _Reservations, begun: _Reservations, also: _Work, done: _Done
     ) -> None:
         """Start what `save` does, as `Store.begin`; `why` tells what `save` raises for the error that `done` gets."""
         beside = self.beside(changed) if changed else None
@@ -283,15 +279,14 @@ class AllocatorStore:
                 found = await self._store.read(lambda connection: connection.execute(known).scalars().all())
                 if found:
                     problem = "what was granted for the request has ended"
-                    return UnavailableError(
-                        problem, reason="REQUEST_ENDED", metadata={"request_ids": ",".join(found)}
-                    )
+                    ids = ",".join(found)
+                    error = AbortedError(problem, reason="REQUEST_ENDED", metadata={"request_ids": ids})
             raise error
-        except UnavailableError as known:  # as it is: not everybody is told of a database
-            return known
-        except GpuscaleError as known:
+        except UnavailableError as same:  # not everybody is told of a database
+            return same
+        except GpuscaleError as other:
             return UnavailableError(
-                known.message, reason=known.reason, metadata=known.metadata, retry_after=known.retry_after
+                other.message, reason=other.reason, metadata=other.metadata, retry_after=other.retry_after
             )
 
 
