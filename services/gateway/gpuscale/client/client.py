@@ -151,9 +151,7 @@ class Client(_Stubs):
         if request is None or (self._host.node and not check):
             return self._host.node
         try:
-            return self._host.find(
-                node for page in pages(self.fleet.ListNodes, request) for node in page.nodes
-            )
+            return self._host.find(node for one in pages(self.fleet.ListNodes, request) for node in one.nodes)
         except UnimplementedError:
             return self._host.node
 

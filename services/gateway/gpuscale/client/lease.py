@@ -339,10 +339,8 @@ class AsyncLease(Held):
     async def renew(self, timeout: float | str | None = None) -> None:  # noqa: ASYNC109
         """Renew the lease, like `Lease.renew`, with the same errors."""
         sent = now()
-        response = await self._allocator.RenewReservation(
-            self._renewal(), timeout=as_seconds("timeout", timeout)
-        )
-        self._heed(response.reservation, sent)
+        told = await self._allocator.RenewReservation(self._renewal(), timeout=as_seconds("timeout", timeout))
+        self._heed(told.reservation, sent)
 
     async def release(self) -> None:
         """Release the GPUs now, like `Lease.release`, with the same errors."""

@@ -1,8 +1,7 @@
 """A simulated endpoint: replicas that start, work, drain and stop, and a queue in front of them. Pure.
 
-Replicas have `slots` each and take the oldest request whenever one is free, like consumers with a prefetch of `slots`; of
-several free ones, the least busy takes it. A replica that is stopped finishes its requests and takes no more, unless the world
-kills.
+Replicas have `slots` each and take the oldest request whenever one is free, like consumers with a prefetch of `slots`; of several
+free ones, the least busy takes it. A replica that is stopped finishes its requests and takes no more, unless the world kills.
 
 Its workload may come from the history of an endpoint's queues. Arrivals are measured if the broker reports them. Otherwise they
 are computed: arrivals are departures plus growth, and requests in hand leave after their service time (Little's law), which
@@ -200,8 +199,7 @@ class World:
             replica = min(staying, key=lambda one: (one.ready_at <= self.now, one.busy, -one.number))
             replica.leaving = True
             self.granted -= 1
-            start_up = replica.ready_at - replica.started
-            self.tally.wasted += self.now < replica.ready_at + 2 * start_up
+            self.tally.wasted += self.now < replica.ready_at + 2 * (replica.ready_at - replica.started)
             if self.setting.kills and replica.busy:
                 self.tally.killed += replica.busy
                 dropped = [entry[3] for entry in self._events if entry[2] is replica and entry[3] is not None]

@@ -198,8 +198,7 @@ class Guard:
         """The handler for gRPC, which decodes and encodes single messages itself to catch errors."""
         info = self._info
         known = info is not None and (info.ours or info.role is not None)
-        watched = self._settings.watcher is not None and known
-        call = self._watched if watched else self._answer
+        call = self._watched if self._settings.watcher is not None and known else self._answer
         streams = handler.request_streaming, handler.response_streaming
         decode = self._decode if handler.request_streaming and self._deserialize is not None else None
         return handler_of(
@@ -220,8 +219,7 @@ class Guard:
             code = context.code()
             raise
         finally:
-            seconds = time.monotonic() - began
-            watcher.ended(info, find_principal(), context, request, answer, code, seconds)
+            watcher.ended(info, find_principal(), context, request, answer, code, time.monotonic() - began)
         return answer
 
     async def _answer(self, request: Any, context: Context) -> Any:

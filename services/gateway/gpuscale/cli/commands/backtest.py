@@ -432,10 +432,8 @@ def delete_backtest(session: Session, name: tuple[str, ...], yes: bool) -> None:
 
 def looked(client: "Client", endpoint: "api.Endpoint") -> list[str]:
     """The result of an adaptive endpoint's last run to choose its policy."""
-    request = api.ListBacktestsRequest(
-        filter=f'creator = "{endpoint.name}" AND state = SUCCEEDED', page_size=1
-    )
-    found = client.backtests.ListBacktests(request).backtests
+    asked = api.ListBacktestsRequest(filter=f'creator = "{endpoint.name}" AND state = SUCCEEDED', page_size=1)
+    found = client.backtests.ListBacktests(asked).backtests
     if not found:
         return ["", "adaptive: no run yet: it needs a history, with rates, of 1,000 requests"]
     goal = parse_goal(endpoint.spec.adaptive.goal or str(TuningGoal()))

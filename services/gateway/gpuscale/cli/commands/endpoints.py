@@ -107,11 +107,9 @@ def create_rule(session: Session, name: str, parts: tuple[str, ...], etag: str, 
     _, endpoint, _, rule_id = full_name(RULE, name).split("/")
     rule = api.Rule(id=rule_id)
     _set_parts(rule, parts)
-    request = api.CreateRuleRequest(
-        parent=endpoint_name(endpoint), rule=rule, etag=etag, validate_only=dry_run
-    )
+    asked = api.CreateRuleRequest(parent=endpoint_name(endpoint), rule=rule, etag=etag, validate_only=dry_run)
     with session.connect() as client:
-        made = client.rules.CreateRule(request).rule
+        made = client.rules.CreateRule(asked).rule
     session.output.write_one(made, views.RULES)
 
 

@@ -253,9 +253,7 @@ def _services_host(
             field="host",
         )
     place = state / "host"  # of files from the fleet, which the programs update
-    found = settings_of_services(
-        folder, state, database.place(folder), known, min(own, len(known) - 1), place
-    )
+    made = settings_of_services(folder, state, database.place(folder), known, min(own, len(known) - 1), place)
     programs = PROGRAMS_OF_SERVICES[-1:] if role == "gateway" else PROGRAMS_OF_SERVICES
     names = [name.removeprefix("gpuscale-") for name in programs]
     files = [place / name for name in renewal.SERVICES_FILES]
@@ -265,7 +263,7 @@ def _services_host(
         node=node,
         programs=programs,
         file=folder / "gpuscale.toml",
-        text=settings_text({name: found[name] for name in names}),
+        text=settings_text({name: made[name] for name in names}),
         state=state,
         files=files,
         ready=partial(_serves, gateway, f"{node} serves as {role}"),

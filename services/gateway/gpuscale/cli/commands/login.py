@@ -143,8 +143,7 @@ def login(
     mine = replace(session, context=context, address=None, token_file=None, ca_file=None)
     with mine.connect() as client:
         client.fleet.ListNodes(api.ListNodesRequest(page_size=1))
-    said = [who, f"the current context is {context}"]
-    session.output.write_said(said, {"name": context}, context)
+    session.output.write_said([who, f"the current context is {context}"], {"name": context}, context)
 
 
 @command("logout lab")
@@ -227,11 +226,8 @@ def by_device(session: Session) -> tuple[str, str, bytes]:
 
 
 def _wait(provider: "Provider", endpoint: str, asked: Mapping[str, Any]) -> Mapping[str, Any]:
-    form = {
-        "grant_type": DEVICE_GRANT,
-        "device_code": str(asked.get("device_code", "")),
-        "client_id": provider.audience,
-    }
+    form = {"grant_type": DEVICE_GRANT, "client_id": provider.audience}
+    form["device_code"] = str(asked.get("device_code", ""))
     pause = min(max(float(asked.get("interval", INTERVAL)), 0.2), 60.0)
     until = time.monotonic() + min(float(asked.get("expires_in", LONGEST)), LONGEST)
     while time.monotonic() < until:

@@ -43,8 +43,7 @@ def moves(before: Sequence[object], after: Sequence[object], bands: Bands) -> li
     """Indexes of all readings that differ, if one moved by more than its dead-band; else empty."""
     others = compress(count(), map(is_not, before, after))  # soonest told, and most are the same object
     differ = [place for place in others if before[place] != after[place]]
-    near = (is_near(before[place], after[place], bands[place]) for place in differ)
-    return [] if all(near) else differ
+    return [] if all(is_near(before[place], after[place], bands[place]) for place in differ) else differ
 
 
 def is_near(before: object, after: object, band: float) -> bool:

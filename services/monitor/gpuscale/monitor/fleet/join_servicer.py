@@ -266,8 +266,7 @@ class JoinServicer(api.JoinServiceServicer):
             _log.info("a host of services joined", node=node, hosts=hosts, join_token=token.id)
             return answer
         role = token.role.name.lower()
-        subject = CertificateSubject(node, uri=signer.identity(role, node))
-        certificate = signer.sign(request.csr, subject)
+        certificate = signer.sign(request.csr, CertificateSubject(node, uri=signer.identity(role, node)))
         await self._spend(token, role, node, certificate)
         _log.info("a host joined", node=node, role=role, join_token=token.id)
         return api.JoinResponse(certificate_pem=certificate, authority_pem=signer.bundle)

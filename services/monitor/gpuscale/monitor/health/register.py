@@ -150,8 +150,7 @@ class HealthRegister:
                     gpu.faults.end(now)
                     self._note(node, gpu, over=True)
                 elif not known.stale:
-                    found = self._check(known, gpu.uuid.lower(), gpu.facts, now)
-                    self._judge(node, gpu, found, now)
+                    self._judge(node, gpu, self._check(known, gpu.uuid.lower(), gpu.facts, now), now)
 
     def quarantines(self, node: str) -> Mapping[str, checks.QuarantinedGpu]:
         """The quarantined GPUs of a node, by lower-case UUID."""

@@ -71,8 +71,7 @@ def shorter(tiers: Sequence[Tier]) -> Iterator[Sequence[Tier]]:
         found[index] = replace(tier, retention=min(tier.retention, 2 * coarser.step))
         yield tuple(found)
     while found[-1].retention > LEAST_RETENTION_SECONDS:
-        retention = max(found[-1].retention * 0.75, LEAST_RETENTION_SECONDS)
-        found[-1] = replace(found[-1], retention=retention)
+        found[-1] = replace(found[-1], retention=max(found[-1].retention * 0.75, LEAST_RETENTION_SECONDS))
         yield tuple(found)
 
 

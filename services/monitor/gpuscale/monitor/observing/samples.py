@@ -143,8 +143,7 @@ class SampleObserver:
                 float(reading.memory_used_bytes) or _zero(reading, "memory_used_bytes"),
                 reading.load_1m or _zero(reading, "load_1m"),
             )
-            newest = _NEVER if host is None else host.newest
-            host = self._hosts[node] = _Host(_age(reading), newest, readings)
+            host = self._hosts[node] = _Host(_age(reading), _NEVER if host is None else host.newest, readings)
         if host.age is not None and now - host.age - host.newest >= apart:
             host.newest = at = now - host.age
             used = [value for value in gpus.column(0) if not isnan(value)]
