@@ -449,7 +449,7 @@ def test_a_watch_asks_a_service_again_that_was_silent(
     watch(world, monkeypatch, nothing, lambda world: world.refuse.clear())
     ran = ctl("get", "nodes", "-w")
     assert [line.split()[1] for line in ran.out.splitlines()] == ["STATE", "ONLINE", "ONLINE,DRAINING"]
-    assert ran.err.count("cordons are unknown: no answer") >= 2, "it looks once more where a stream ends meanwhile"
+    assert ran.err.count("cordons are unknown: no answer") >= 2, "and once more where a stream ends"
 
 
 @pytest.mark.parametrize("form", ["json", "csv"])
