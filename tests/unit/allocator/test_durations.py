@@ -29,7 +29,7 @@ def learned(**lengths: list[float]) -> Durations:
 
 
 def test_own_jobs_count_then_those_of_the_tenant_then_all() -> None:
-    assert learned(ann=[1.0] * (ENOUGH - 1)).remaining(ANN) is None, "one or two say nothing"
+    assert learned(ann=[1.0, 1.0]).remaining(ANN) is None, "one or two say nothing"
     known = learned(ann=[600.0] * 20, bob=[6000.0] * 20, zoe=[60_000.0] * 20)
     mine, hers = known.remaining(ANN), known.remaining(EVE)
     assert mine
