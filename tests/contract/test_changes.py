@@ -48,8 +48,11 @@ async def test_what_is_only_validated_changes_nothing(tmp_path: Path, method: st
             request.validate_only = only
             answers.append(await room.call(MUTATING[method], request))
             assert (await lists(room) == before) is only
+        ignored = {"etag", "create_time", "update_time"} | OF_AN_EVALUATION
+        if "QueueWatcher" in method:  # whose broker may be found away between the two calls
+            ignored |= {"status"}
         for answer in answers:
-            forget_volatile(answer, OF_AN_EVALUATION | {"etag", "create_time", "update_time"})
+            forget_volatile(answer, ignored)
         if "Node" not in method:  # which is answered only with a cordon that is there
             assert answers[0] == answers[1]
         if method.startswith("Create") and method != "CreateRule":  # the same rule is there already
