@@ -1,6 +1,7 @@
 """Followers of endpoints hear of their changes alone, and questions for logs end and outlive nobody."""
 
 import asyncio
+from dataclasses import replace
 from unittest.mock import AsyncMock, Mock
 
 import pytest
@@ -8,10 +9,12 @@ import pytest
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.domain.planning import AdapterFacts
 from gpuscale.autoscaler.domain.replicas import MOST_AT_ONCE, LogPart, ReplicaState
+from gpuscale.autoscaler.domain.spec import ReplicaTemplate
 from gpuscale.autoscaler.loop.hub import RESEND, AdapterSession, Followers, LogQuestion, Wake
+from gpuscale.autoscaler.loop.leases import Actor
 from gpuscale.autoscaler.servicers.endpoint_servicer import DEFAULT_BYTES, EndpointServicer
 from gpuscale.common.errors import ResourceExhaustedError, UnavailableError
-from tests.support.autoscaler_values import replica
+from tests.support.autoscaler_values import endpoint, replica
 
 
 async def test_no_look_comes_before_its_time_where_timers_are_rounded_to_milliseconds(
@@ -140,3 +143,13 @@ async def test_the_desired_state_is_sent_again_until_it_is_acknowledged() -> Non
     session.heard(7, {})
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(anext(updates), 60)
+
+
+async def test_an_adapter_that_connects_while_others_are_looked_through_is_not_said_to_be_full() -> None:
+    hub, store = AsyncMock(), AsyncMock()
+    hub.facts = Mock(side_effect=[[], [replace(FACTS, live=True)]])
+    store.read.return_value = []
+    actor = Actor(store, Mock(now=lambda: 0.0), hub, Mock())
+    refusal = await actor.act([replica(template=ReplicaTemplate("worker", gpu_count=1))], endpoint())
+    assert refusal
+    assert refusal.text == "no adapter is connected"

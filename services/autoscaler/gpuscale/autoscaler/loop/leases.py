@@ -289,9 +289,10 @@ class Actor:
     ) -> StartRefusal | None:
         if replica.template.gpu_count == 0:
             return await self._assign(replica, None, told)
-        tiers = [] if replica.goal is Goal.STOP else await self._nodes(replica)
+        adapters = self._hub.facts()
+        tiers = [] if replica.goal is Goal.STOP else await self._nodes(replica, adapters)
         if not tiers and replica.goal is Goal.RUN:
-            return self._nobody(replica)  # an earlier grant waits until its adapter is back
+            return self._nobody(replica, adapters)  # an earlier grant waits until its adapter is back
         if replica.nodes or not tiers:
             return await self._reserve(replica, endpoint, told)
         refusal, before = None, ""
@@ -375,16 +376,16 @@ class Actor:
 
         adapter = await self._store.write(assign)
         if adapter is None:
-            return self._nobody(replica)
+            return self._nobody(replica, adapters)
         await hit_async("autoscaler.replica.after_record")
         told.add(adapter)
         return None
 
-    async def _nodes(self, replica: Replica) -> list[tuple[str, ...]]:
+    async def _nodes(self, replica: Replica, adapters: Collection[AdapterFacts]) -> list[tuple[str, ...]]:
         """Its possible GPUs, tier by tier: nodes, except those unknown to the allocator, or an engine."""
         now = self._clock.now()
         self._unknown_nodes = {node: until for node, until in self._unknown_nodes.items() if until > now}
-        able = await self._store.read(partial(_able, replica=replica, adapters=self._hub.facts()))
+        able = await self._store.read(partial(_able, replica=replica, adapters=adapters))
         places: list[tuple[str, ...]] = []
         for tier in by_tier(replica.template, able):
             nodes = {one.node for one in tier if not one.capabilities.gives_gpus} - self._unknown_nodes.keys()
@@ -394,8 +395,8 @@ class Actor:
                 places.append(ENGINES_GPUS)
         return places
 
-    def _nobody(self, replica: Replica) -> StartRefusal:
-        facts = [one for one in self._hub.facts() if one.node not in self._unknown_nodes]
+    def _nobody(self, replica: Replica, adapters: Collection[AdapterFacts]) -> StartRefusal:
+        facts = [one for one in adapters if one.node not in self._unknown_nodes]
         text = nobody(replica.template, facts, replica.group.asked.capabilities)
         if self._unknown_nodes:
             text += f" (except nodes unknown to the allocator: {', '.join(sorted(self._unknown_nodes))})"
@@ -404,10 +405,8 @@ class Actor:
     def _refusal(self, replica: Replica, error: errors.GpuscaleError) -> StartRefusal:
         if isinstance(error, errors.NotFoundError):
             named = error.metadata.get("name", "").split(",")
-            until = self._clock.now() + UNKNOWN_NODE_REST
-            self._unknown_nodes |= dict.fromkeys(
-                {one for one in replica.nodes if node_name(one) in named}, until
-            )
+            unknown = {one for one in replica.nodes if node_name(one) in named}
+            self._unknown_nodes |= dict.fromkeys(unknown, self._clock.now() + UNKNOWN_NODE_REST)
             if set(replica.nodes) - self._unknown_nodes.keys():
                 return StartRefusal(Stage.GPU, Code.REFUSED, error.message, retry_after=AGAIN)
         code = Code.UNSATISFIABLE if error.reason == Code.UNSATISFIABLE else Code.REFUSED
