@@ -8,6 +8,7 @@ from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.loop.precedence import RETRY
 from gpuscale.autoscaler.servicers.endpoint_servicer import _tenant
 from gpuscale.common.errors import PermissionDeniedError, UnavailableError
+from gpuscale.common.runtime import tasks
 from gpuscale.common.security.auth import Limits, Principal, Role
 from gpuscale.common.wire import enum_word
 from gpuscale.internal.autoscaler import v1 as autoscaler_internal
@@ -104,9 +105,7 @@ async def test_too_few_gpus_are_granted_as_far_as_they_go_and_on_release(
         status = await autoscaler.status()
         return (status.desired_replicas, status.granted_replicas, status.starting_replicas) == (5, 3, 2)
 
-    await eventually(
-        counts
-    )  # those that have GPUs count as starting until their adapter says that they are ready
+    await eventually(counts)  # those that have GPUs are starting until their adapter says that they are ready
     allocator.nodes["n"] += ["GPU-3", "GPU-4"]
     await ready(autoscaler, 5)
     assert len(set(allocator.held)) == 5
@@ -251,8 +250,9 @@ async def test_gpus_whose_adapter_goes_away_while_they_are_reserved_are_given_ba
 
 
 async def test_deleting_drains_everything_and_then_the_endpoint_is_gone(
-    autoscaler: Autoscaler, allocator: FakeAllocator, adapter: FakeAdapter
+    autoscaler: Autoscaler, allocator: FakeAllocator, adapter: FakeAdapter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Its watchers too are free then, also where whoever removed it is told so later than others see it."""
     adapter.finishes = False
     await autoscaler.create(scaling(high=2, gpus=1))
     autoscaler.watchers.queues["jobs"] = (100, 0)
@@ -262,12 +262,14 @@ async def test_deleting_drains_everything_and_then_the_endpoint_is_gone(
     await eventually(lambda: _draining(autoscaler, 2))
     assert (await autoscaler.status()).summary.startswith("deleted once its 2 replicas")
     assert autoscaler.watchers.in_use("jobs") == ["endpoints/e"]
+    late = "autoscaler.store.after_commit=sleep:0.2"
+    monkeypatch.setattr(tasks, "_points", tasks.parse_failpoints(late))
     adapter.finish()
     await eventually(lambda: _gone(autoscaler))
+    assert autoscaler.watchers.in_use("jobs") == []
     assert not allocator.held
     assert await autoscaler.replicas(ended=True) == []
     assert await autoscaler.history() == []
-    assert autoscaler.watchers.in_use("jobs") == []
 
 
 async def test_an_endpoint_whose_replicas_nobody_runs_is_gone_at_once(autoscaler: Autoscaler) -> None:

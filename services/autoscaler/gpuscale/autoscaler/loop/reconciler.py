@@ -293,6 +293,8 @@ class EndpointLoop:
         """Make the pass on what is on disk, and write the result."""
         work = partial(run_pass, endpoint_id=self._id, facts=facts, tried=tried)
         goes = tried is not None and tried.endpoint.deleting
+        if tried is not None and tried.gone:  # whoever sees that it is gone may delete its watchers
+            self._deps.uses.set(self._id, frozenset())
         try:
             return await self._deps.store.write(work, frees=goes)
         except UnavailableError as error:

@@ -448,9 +448,8 @@ class QueueWatchers:
     def _watch(self) -> None:
         for broker, sweeps in self._sweeps.items():
             intervals: dict[QueueTarget, float] = {}
-            for spec in (
-                one.watcher.spec for one in self._stored.values() if one.watcher.spec.broker == broker
-            ):
+            specs = (one.watcher.spec for one in self._stored.values())
+            for spec in (one for one in specs if one.broker == broker):
                 for target in spec.targets:
                     intervals[target] = min(intervals.get(target, spec.interval), spec.interval)
             sweeps.watch(intervals)
