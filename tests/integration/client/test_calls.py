@@ -131,14 +131,14 @@ def test_deadlines(address: str, fleet: Fleet) -> None:
     """A unary call gets the client's, unless it has its own; a stream has none."""
     with library.connect(address, timeout=1.5) as client:
         client.fleet.ListNodes(LIST, timeout=50)
-        with pytest.raises(library.DeadlineExceededError, match=r"no answer within 1\.5 s"):
-            client.fleet.ListNodes(monitor_api.ListNodesRequest(page_size=1))
+        while len(fleet.remaining) < 2:  # on a busy machine a call may end before it is there
+            with pytest.raises(library.DeadlineExceededError, match=r"no answer within 1\.5 s"):
+                client.fleet.ListNodes(monitor_api.ListNodesRequest(page_size=1))
         next(client.fleet.WatchNodes(WATCH))
-    own, default, stream = fleet.remaining
+    own, *default, stream = fleet.remaining
     assert own is not None
     assert 10 < own < 51
-    assert default is not None
-    assert default < 1.6
+    assert all(one is not None and one < 1.6 for one in default)
     assert stream is None or stream > 10_000
 
 
@@ -168,13 +168,14 @@ def test_address_and_token_come_from_the_environment(
 async def test_async_unary(address: str, fleet: Fleet) -> None:
     async with library.connect_async(address, timeout=1.5) as client:
         await client.fleet.ListNodes(LIST, timeout=50)
-        with pytest.raises(library.DeadlineExceededError):
-            await client.fleet.ListNodes(monitor_api.ListNodesRequest(page_size=1))
+        while len(fleet.remaining) < 2:
+            with pytest.raises(library.DeadlineExceededError):
+                await client.fleet.ListNodes(monitor_api.ListNodesRequest(page_size=1))
         with pytest.raises(library.UnimplementedError):
             await client.endpoints.GetEndpoint(
                 autoscaler_api.GetEndpointRequest(name="endpoints/x"), timeout=50
             )
-    assert [remaining is not None and remaining < 2 for remaining in fleet.remaining] == [False, True]
+    assert [one is not None and one < 2 for one in fleet.remaining[:2]] == [False, True]
 
 
 async def test_async_cancelling_a_waiting_task_cancels_the_call(address: str, fleet: Fleet) -> None:

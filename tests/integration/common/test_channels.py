@@ -341,7 +341,7 @@ async def test_a_stream_leaves_a_frozen_leader_as_soon_as_another_leads(pair: Pa
         assert (await call.read()).full
         frozen.set()
         with pytest.raises(UnavailableError), rpc_errors():
-            await asyncio.wait_for(call.read(), 3 * LEASE)
+            await asyncio.wait_for(call.read(), 8 * LEASE)
         pair.lead(pair.second)
         assert (await watch(channel).read()).full
     assert pair.second.calls == ["nodes"]

@@ -96,7 +96,7 @@ async def test_who_fails_when_told_of_a_write_keeps_its_end_from_nobody(
     def fail(*_: object) -> None:
         raise bug
 
-    async with asyncio.timeout(5), open_notes(path) as notes:
+    async with asyncio.timeout(60), open_notes(path) as notes:
         async with held(notes):
             notes.begin(add(1), fail)
             [beside] = await submit(notes, add(2))

@@ -81,10 +81,10 @@ class FeedMachine(RuleBasedStateMachine):
         # A last thing that everybody sees, and its end, stand for the wait until nothing comes.
         self.feed.put("last", ("last", self.team))
         while "last" not in self.reader.has:
-            self.reader.take(await asyncio.wait_for(anext(self.stream), 5))
+            self.reader.take(await asyncio.wait_for(anext(self.stream), 60))
         self.feed.remove("last")
         while "last" in self.reader.has:
-            self.reader.take(await asyncio.wait_for(anext(self.stream), 5))
+            self.reader.take(await asyncio.wait_for(anext(self.stream), 60))
 
 
 FeedMachine.TestCase.settings = settings(stateful_step_count=30, deadline=None)
