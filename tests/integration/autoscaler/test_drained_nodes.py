@@ -24,12 +24,13 @@ from tests.support.fake_fleet import serving as serving_fleet
 from tests.support.waiting import eventually
 
 LONG = 600.0
+KEEPER = "gpuscale.autoscaler.loop.leases"
 
 
 @pytest.fixture
 def logged(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     """What the lease keeper says."""
-    caplog.set_level(logging.INFO, "gpuscale.autoscaler.loop.leases")
+    caplog.set_level(logging.INFO, KEEPER)
     return caplog
 
 
@@ -38,7 +39,7 @@ def events(logged: pytest.LogCaptureFixture) -> Counter[str]:
 
 
 def worst(logged: pytest.LogCaptureFixture) -> int:
-    return max(record.levelno for record in logged.records if record.name.startswith("gpuscale"))
+    return max(one.levelno for one in logged.records if one.name == KEEPER)
 
 
 @pytest.fixture
