@@ -16,7 +16,7 @@ import pytest
 from gpuscale.api.allocator import v1 as api
 from gpuscale.cli.commands import detached_jobs, holding, processes, supervise
 from gpuscale.client import jobs, over_ssh
-from gpuscale.client.orders import Orders, shown
+from gpuscale.client.orders import GREETING, Orders, shown
 from gpuscale.client.over_ssh import Member
 from gpuscale.common.errors import (
     DeadlineExceededError,
@@ -309,6 +309,42 @@ def test_a_lost_connection_is_told_where_the_services_are_lost_with_it(
     made = [over_ssh.Supervised(Orders(**NO_TEXTS), [])]
     with pytest.raises(UnavailableError, match="the command is stopped there"):
         jobs.supervise(None, api.Reservation(), made, stdout=1, once=True)
+
+
+SSHD = """
+echo >> {log}
+test $(wc -l < {log}) -gt {times} || {{ echo "{why}" >&2; exit 255; }}
+echo {greeting}; read orders; echo done; echo warned >&2
+"""
+
+
+@pytest.mark.parametrize(
+    ("why", "times", "tries"),
+    [
+        ("kex_exchange_identification: Connection closed by remote host", 2, 3),
+        ("kex_exchange_identification: read: Connection reset by peer", 9, 5),
+        ("Host key verification failed.", 1, 1),
+    ],
+    ids=["for-now", "always", "for-another-reason"],
+)
+def test_ssh_tries_again_where_a_host_turns_it_away_before_it_says_who_it_is(
+    why: str,
+    times: int,
+    tries: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """As sshd does when a loop starts thirty jobs at once."""
+    monkeypatch.setattr(over_ssh, "FIRST_PAUSE", 0.002)
+    log, greeting = tmp_path / "log", GREETING.decode().strip()
+    script = SSHD.format(log=log, times=times, why=why, greeting=greeting)
+    made = [over_ssh.Supervised(Orders(detached=True, **NO_TEXTS), ["sh", "-c", script])]
+    refused = pytest.raises(UnavailableError, match=why) if times >= tries else nullcontext()
+    with refused:
+        assert over_ssh.supervise_all(made, stdout=1, patience=60.0) == [0]
+    assert log.read_text().count("\n") == tries
+    assert capfd.readouterr() == (("done\n", "warned\n") if times < tries else ("", ""))
 
 
 def test_ctrl_z_says_how_long_the_lease_lasts_that_is_not_renewed_meanwhile(

@@ -5,8 +5,9 @@ import shlex
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import IO, NamedTuple, Self
 
 from gpuscale.client.orders import GO, GREETING, READY, Orders
@@ -26,6 +27,12 @@ EARLY_SECONDS = 10.0
 """How long an early supervisor waits for its orders."""
 _PATIENCE = ("-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=15")
 """Detects a lost host, for which ssh would wait for ever."""
+_TURNED_AWAY = "exchange_identification: "
+"""In what ssh says of a connection that sshd closed before anything else, as when very many are opened at once (its MaxStartups)."""
+TRIES, FIRST_PAUSE = 5, 2.0
+"""How often ssh is tried then; and most seconds before it is tried again, which double with each time."""
+_AFTER = ("sh", "-c", 'sleep "$0" && exec "$@"')
+"""Before words: starts them after some seconds, in which Ctrl-C and other signals end it as they do ssh."""
 CHUNK = 65_536
 MOST_LINES = 1000
 """Most lines of shell output before the supervisor's greeting."""
@@ -216,39 +223,39 @@ def supervise_all(
     """
     failed = list[OSError]()
     with ExitStack() as stack:
-        inherit = len(members) == 1 and stderr is None
-        early = members[0].early.take(members[0].orders) if members[0].early and inherit else None
-        started = [
-            early or stack.enter_context(_started(one.words, environment, inherit=inherit)) for one in members
-        ]
-        for process in started:
+
+        def start(one: Supervised, pause: float = 0.0) -> "subprocess.Popen[bytes]":
+            words = [*_AFTER, f"{pause:.3f}", *one.words] if pause else one.words
+            inherit = alone and one.orders.local
+            process = early or stack.enter_context(_started(words, environment, inherit=inherit))
             on_start(process)
             stack.callback(process.kill)
+            return process
+
+        alone = len(members) == 1 and stderr is None
+        early = members[0].early.take(members[0].orders) if members[0].early and alone else None
+        started = list(map(start, members))
         if not early:
-            for one, said in _silent(GREETING, members, started, patience):
-                raise UnavailableError(
-                    f"no supervisor came up on {one.orders.node}, so nothing was started there: {' '.join(one.words[:-1])} must"
-                    f" work, and find `{one.words[-1]}` in the PATH there{': ' if said else ''}{said}."
-                    " On hosts of Slurm, Kubernetes or Ray use sbatch, kubectl or ray job submit (docs/jobs.md)",
-                    reason="NO_SUPERVISOR",
-                )
+            there = zip(members, started, strict=True)
+            started = [_come_up(one, process, partial(start, one), patience) for one, process in there]
+        together, outputs = members[0].orders.stop_together, (stdout, 2 if stderr is None else stderr)
         if len(members) == 1:
             feed = (started[0].stdin, members[0].orders.line(), not members[0].orders.detached)
             threading.Thread(target=_feed, args=feed, daemon=True).start()
-            _copy(started[0], started[0].stdout, stdout, b"", failed)
+            _follow(0, started, outputs, together, failed)
             return _codes(started, failed)
         for one, process in zip(members, started, strict=True):
             if process.stdin is not None:
                 with suppress(OSError):  # it has ended
                     _write(process.stdin.fileno(), one.orders.line())
-        for one, said in _silent(READY, members, started, patience):
-            raise FailedPreconditionError(
-                f"no member was started, because one cannot start on {one.orders.node}: {said.removeprefix('error: ')}",
-                reason="MEMBER_NOT_READY",
-            )
+        for one, process in zip(members, started, strict=True):
+            if (said := _instead_of(READY, process, patience)) is not None:
+                raise FailedPreconditionError(
+                    f"no member was started, because one cannot start on {one.orders.node}: {said.removeprefix('error: ')}",
+                    reason="MEMBER_NOT_READY",
+                )
         for process in started:
             _feed(process.stdin, GO, own_input=False)
-        together, outputs = members[0].orders.stop_together, (stdout, 2 if stderr is None else stderr)
         following = [
             threading.Thread(target=_follow, args=(number, started, outputs, together, failed), daemon=True)
             for number in range(len(started))
@@ -276,19 +283,39 @@ def _started(
         raise FailedPreconditionError(f"cannot start ssh: {error.strerror}", reason="NO_SSH") from error
 
 
-def _silent(
-    line: bytes, members: Sequence[Supervised], started: "Sequence[subprocess.Popen[bytes]]", patience: float
-) -> Iterator[tuple[Supervised, str]]:
-    """The members whose supervisor did not write this line in time, and its standard error."""
-    for one, process in zip(members, started, strict=True):
-        impatient = threading.Timer(patience, process.kill)
-        impatient.daemon = True
-        impatient.start()
-        there = process.stdout is not None and _greeted(process.stdout, line)
-        impatient.cancel()
-        if not there:
-            process.kill()
-            yield one, process.stderr.read().decode(errors="replace").strip() if process.stderr else ""
+def _come_up(
+    one: Supervised,
+    process: "subprocess.Popen[bytes]",
+    again: Callable[[float], "subprocess.Popen[bytes]"],
+    patience: float,
+) -> "subprocess.Popen[bytes]":
+    """Its supervisor once it greets: this one, or another if the host turned ssh away. Raises UnavailableError: none did (NO_SUPERVISOR)."""
+    from gpuscale.common.runtime.tasks import Backoff  # only now: `run` starts ssh before it imports much
+
+    waits, tries = Backoff(FIRST_PAUSE), 1
+    while (said := _instead_of(GREETING, process, patience)) is not None:
+        if tries == TRIES or _TURNED_AWAY not in said:
+            raise UnavailableError(
+                f"no supervisor came up on {one.orders.node}, so nothing was started there: {' '.join(one.words[:-1])} must"
+                f" work, and find `{one.words[-1]}` in the PATH there{': ' if said else ''}{said}."
+                " On hosts of Slurm, Kubernetes or Ray use sbatch, kubectl or ray job submit (docs/jobs.md)",
+                reason="NO_SUPERVISOR",
+            )
+        process, tries = again(waits.next()), tries + 1
+    return process
+
+
+def _instead_of(line: bytes, process: "subprocess.Popen[bytes]", patience: float) -> str | None:
+    """The standard error of a supervisor that did not write this line in time, which is killed; None if it did."""
+    impatient = threading.Timer(patience, process.kill)
+    impatient.daemon = True
+    impatient.start()
+    there = process.stdout is not None and _greeted(process.stdout, line)
+    impatient.cancel()
+    if there:
+        return None
+    process.kill()
+    return process.stderr.read().decode(errors="replace").strip() if process.stderr else ""
 
 
 def _follow(
@@ -299,12 +326,14 @@ def _follow(
     failed: list[OSError],
 ) -> None:
     """Copy a member's output until it ends; if its connection is lost, the others end too (`together`)."""
-    process, prefix = started[number], f"[{number}] ".encode()
+    process, prefix = started[number], f"[{number}] ".encode() if len(started) > 1 else b""
     copied = process, process.stderr, outputs[1], prefix, failed
     errors = threading.Thread(target=_copy, args=copied, daemon=True)
-    errors.start()
+    if process.stderr is not None:  # otherwise it is ours
+        errors.start()
     _copy(process, process.stdout, outputs[0], prefix, failed)
-    errors.join()
+    if process.stderr is not None:
+        errors.join()
     if process.wait() == SSH_FAILED and together:
         for other in started:
             if other.poll() is None:
