@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 
+from gpuscale.api.allocator.v1 import Reservation
 from gpuscale.api.autoscaler.v1 import Endpoint
 from gpuscale.api.monitor.v1 import Node
 from gpuscale.cli.console.output import Chosen
 from gpuscale.cli.grammar.selecting import order, parse_selector
+from gpuscale.cli.views.allocator import JOBS
 from gpuscale.cli.views.autoscaler import ENDPOINTS
 from gpuscale.cli.views.monitor import nodes
 from gpuscale.common.errors import InvalidArgumentError
@@ -67,6 +69,20 @@ def test_a_selector_is_a_filter_of_the_api(selector: str, *, fits: bool) -> None
 def test_columns_are_not_sent_and_what_was_typed_as_a_filter_is() -> None:
     chosen = Chosen(parse_selector("agent=x,name=a"), "state = ONLINE OR state = STALE")
     assert chosen.to_filter(Node.DESCRIPTOR, nodes()) == 'state = ONLINE OR state = STALE AND name="a"'
+
+
+@pytest.mark.parametrize(
+    ("selector", "text"),
+    [
+        ("state=running", 'job.state="running"'),
+        ("exit_code>0,holder=ann", 'job.exit_code>"0" AND holder="ann"'),
+        ("node=beta", ""),
+        ("team=x", 'labels.team="x"'),
+    ],
+)
+def test_of_a_job_its_state_is_asked_and_not_that_of_its_reservation(selector: str, text: str) -> None:
+    assert Chosen(parse_selector(selector)).to_filter(Reservation.DESCRIPTOR, JOBS) == text
+    assert text == "" or compile_filter(text, Reservation) is not None
 
 
 @pytest.mark.parametrize(

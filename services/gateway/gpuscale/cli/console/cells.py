@@ -39,11 +39,12 @@ class Column(Generic[M]):
 
 @dataclass(frozen=True)
 class View(Generic[M]):
-    """How a kind of resource is shown: its key in JSON lists, its columns, and the path of its labels."""
+    """How a kind of resource is shown: its key in JSON lists, its columns, the path of its labels, and of what is asked for first."""
 
     key: str
     columns: Sequence[Column[M]]
     labels: Path = (Field("labels"),)
+    first: Path = ()
 
     def column(self, heading: str) -> Column[M] | None:
         """The column with this heading, in any case."""

@@ -99,23 +99,16 @@ class Chosen:
         Raises InvalidArgumentError: a key is none of them.
         """
         texts, also = [self.filter] if self.filter else [], [one.heading for one in view.columns]
-        for one in self._others(descriptor, view):
-            is_label = not leads(one.path, descriptor) and leads(view.labels, descriptor)
-            meant = replace(one, path=(*view.labels, Field(one.key))) if is_label else one
-            texts.append(meant.to_filter(descriptor, "--selector", also))
+        asked = (_asked(one, descriptor, view) for one in self.conditions)
+        texts += [one.to_filter(descriptor, "--selector", also) for one in asked if one is not None]
         return " AND ".join(texts)  # OR binds tighter
-
-    def _others(self, descriptor: Any, view: "View[M]") -> list[Condition]:
-        return [one for one in self.conditions if view.column(one.key) is None or leads(one.path, descriptor)]
 
     def pick(self, items: "Sequence[M]", view: "View[M]") -> "tuple[list[M], list[str]]":
         """The items to write, and the names of those that are gone. Raises InvalidArgumentError: the key to sort by is unknown."""
         kept = list(items)
-        if kept and self.conditions:
-            others = self._others(kept[0].DESCRIPTOR, view)
-            for one in self.conditions:
-                if (column := view.column(one.key)) and one not in others:
-                    kept = [item for item in kept if one.holds(cell_of(column, item))]
+        for one in self.conditions if items else ():
+            if (column := view.column(one.key)) and _asked(one, items[0].DESCRIPTOR, view) is None:
+                kept = [item for item in kept if one.holds(cell_of(column, item))]
         if self.sort_by:
             wanted = self.sort_by.removeprefix(_DESCENDING)
             column = view.column(wanted)
@@ -139,6 +132,16 @@ class Chosen:
         cells = [tuple(column.cell(item) for column in still) for item in kept]
         changed, gone = self.watched.changes(dict(zip(keys, cells, strict=True)))
         return [item for key, item in zip(keys, kept, strict=True) if key in changed], gone
+
+
+def _asked(one: Condition, descriptor: Any, view: "View[Any]") -> Condition | None:
+    """A condition with the path of the field or label that it is about; None for one on a column."""
+    for first in (view.first, ()):
+        if leads((*first, *one.path), descriptor):
+            return replace(one, path=(*first, *one.path))
+    if view.column(one.key):
+        return None
+    return replace(one, path=(*view.labels, Field(one.key))) if leads(view.labels, descriptor) else one
 
 
 def heading_of(key: str) -> str:

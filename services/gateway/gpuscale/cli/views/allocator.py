@@ -26,6 +26,7 @@ from gpuscale.cli.console.cells import (
     word,
 )
 from gpuscale.cli.console.output import ABSENT
+from gpuscale.cli.grammar.jsonpath import parse_path
 from gpuscale.cli.grammar.parameters import format_duration
 from gpuscale.client.states import ended_by, estimate, revoked_early, scored
 from gpuscale.common import wire
@@ -118,6 +119,7 @@ JOBS = View[api.Reservation](
         Column("WHY", lambda one: text(one.end_reason or one.job.queue_reason), wide=True),
         Column("COMMAND", lambda one: text(one.job.command)),
     ),
+    first=parse_path("job"),
 )
 
 JOB_MEMBERS = View[api.JobMember](
