@@ -70,7 +70,7 @@ def test_a_reservation_does_not_meet(text: str) -> None:
         ("holder = a)", 11, "expected AND, OR or the end"),
         ("holder.x = a", 8, "there are no fields here"), ("= a", 1, "expected a field"),
         ("fence = x", 9, "expected a number"), ("fence = 1e999", 9, "expected a number"),
-        ("state = MOLTEN", 9, "expected a value of State"), ("state > ACTIVE", 9, "asked with = or !="),
+        ("state = MOLTEN", 9, "expected PENDING or ACTIVE or RELEASED"), ("state > ACTIVE", 9, "asked with = or !="),
         ("preemptible = 1", 15, "expected true or false"), ("ttl > ever", 7, "expected a duration"),
         ("create_time > today", 15, "expected a time"), ("gpus = a", 8, "asked with :"),
         ("gpus.node = a", 13, "asked with :"), ("gpus:a", 6, "one of its fields"),

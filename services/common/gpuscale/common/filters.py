@@ -273,7 +273,8 @@ def _kind(leaf: FieldDescriptor) -> str:
         kinds = {_TIMESTAMP: "a time such as 2026-03-01T12:30:00Z", _DURATION: "a duration such as 30s"}
         return kinds.get(leaf.message_type.full_name, "one of its fields, or :*")
     if leaf.enum_type is not None:
-        return f"a value of {leaf.enum_type.name}"
+        none, *values = (one.name for one in leaf.enum_type.values)
+        return " or ".join(one.removeprefix(none.removesuffix("UNSPECIFIED")) for one in values)
     return {FieldDescriptor.TYPE_BOOL: "true or false", FieldDescriptor.TYPE_BYTES: ":*"}.get(
         leaf.type, "a number"
     )
