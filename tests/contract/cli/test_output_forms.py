@@ -276,6 +276,16 @@ def test_the_name_of_a_policy_gives_the_list_of_its_acts(ctl: Any, world: canned
     assert len(json.loads(ctl("get", "acts", "idle", "-o", "json").out)["policyActs"]) == count
 
 
+@pytest.mark.parametrize("words", ["acts nobody", "acts nobody/1", "changes nobody"])
+def test_what_was_made_by_nothing_that_there_is_is_not_found(
+    ctl: Any, world: canned.World, words: str
+) -> None:
+    """And not `none`, as of a policy that has done nothing yet."""
+    world.overrides["ListPolicyActs"] = lambda *_: canned.allocator_api.ListPolicyActsResponse()
+    world.overrides["ListPowerChanges"] = lambda *_: canned.allocator_api.ListPowerChangesResponse()
+    assert (ctl("get", *words.split()).code, ctl("get", words.partition(" ")[0]).code) == (3, 0)
+
+
 def test_several_kinds_are_one_result(ctl: Any, world: canned.World) -> None:
     listed = json.loads(ctl("get", "no,ep", "-o", "json").out)
     assert [*listed] == ["nodes", "endpoints"]

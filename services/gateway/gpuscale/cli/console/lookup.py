@@ -172,23 +172,28 @@ budgets: Reader[allocator_api.PowerBudget] = _reader(allocator_api, "power", nam
 def changes(
     client: Client, typed: Sequence[str] = (), about: About = EVERYTHING
 ) -> list[allocator_api.PowerChange]:
-    """Changes of power caps, newest first: by the name of the change or its budget, or all."""
+    """Changes of power caps, newest first: by the name of the change or its budget, or all. Raises NotFoundError: it is none of them."""
     ids = (one.rpartition("/")[2] for one in typed)
     asked = " OR ".join(f'power_budget = "budgets/{one}" OR name = "changes/{one}"' for one in ids)
-    return about.items(client.power, allocator_api.ListPowerChangesRequest(filter=asked))
+    found = about.items(client.power, allocator_api.ListPowerChangesRequest(filter=asked))
+    if typed and not found:
+        budgets(client, [one.rpartition("/")[2] for one in typed])
+    return found
 
 
 def acts(
     client: Client, typed: Sequence[str] = (), about: About = EVERYTHING, *, limit: int | None = None
 ) -> list[allocator_api.PolicyAct]:
-    """What policies did, newest first: by the name of the act or its policy, or all."""
-    asked = " OR ".join(
-        f'name = "{full_name(names.ACT, one)}"'
-        if names.match(names.POLICY, canonical(one)) is None and "/" in one
-        else f'policy = "{full_name(names.POLICY, one)}"'
-        for one in typed
-    )
-    return about.items(client.policies, allocator_api.ListPolicyActsRequest(filter=asked), limit=limit)
+    """What policies did, newest first: by the name of the act or its policy, or all. Raises NotFoundError: there is no such policy."""
+    is_act = (names.match(names.POLICY, canonical(one)) is None and "/" in one for one in typed)
+    wanted = [
+        full_name(names.ACT if act else names.POLICY, one) for act, one in zip(is_act, typed, strict=True)
+    ]
+    asked = " OR ".join(f'{("policy", "name")["/acts/" in one]} = "{one}"' for one in wanted)
+    found = about.items(client.policies, allocator_api.ListPolicyActsRequest(filter=asked), limit=limit)
+    if not found:
+        policies(client, [one.partition("/acts/")[0] for one in wanted])
+    return found
 
 
 def notifications(
