@@ -771,6 +771,7 @@ LABEL = "must be 1-253 printable characters without spaces at the ends"
         ("join-token create --node x --expires-in 0s", "--expires-in must be at least 1s"),
         ("reserve --gpus 99999999", "--gpus must be at most 4096"),
         ("reserve --gpus 1 --wait 9999d", "--wait must be at most 7d"),
+        ("run --gpus 1 --env =x -- true", "--env =x: '' is not the name of a variable"),
         (f"reserve --gpus 1 --model A100 --model {'x' * 254}", f"--model {LABEL}"),
         ("reserve --gpus 1 --members 5000", "--members must be at most 1000"),
         ("set quota vision --hours -1", "--hours must be at least 0"),

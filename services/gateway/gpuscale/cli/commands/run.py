@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 
 
 def _ports(text: str) -> str:
-    if not re.fullmatch(r"\d{1,5}(:\d{1,5})?", text):
+    if not re.fullmatch(r"\d{1,5}(:\d{1,5})?", text) or not all(
+        0 < int(one) < 65_536 for one in text.split(":")
+    ):
         raise ValueError(f"{text!r} is not a port; write it like 8888, or LOCAL:REMOTE")
     return text
 
@@ -240,5 +242,5 @@ def _variable(typed: str) -> tuple[str, str]:
             f"--env {name}: this variable is not set here; give it a value", field="env"
         )
     if not name.isidentifier():
-        raise InvalidArgumentError(f"--env {name}: not a valid variable name", field="env")
+        raise InvalidArgumentError(f"--env {typed}: {name!r} is not the name of a variable", field="env")
     return name, value if equals else os.environ[name]
