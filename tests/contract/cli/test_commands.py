@@ -556,6 +556,17 @@ def test_a_server_without_a_method_is_told_once(ctl: Any, world: canned.World) -
     assert (ran.code, ran.err.count("not found!"), ran.err.count("upgrade --plan")) == (1, 2, 1)
 
 
+def test_all_is_what_one_may_see(ctl: Any, world: canned.World) -> None:
+    """An operator may not read where notifications go."""
+    world.refuse["ListNotificationTargets"] = errors.PermissionDeniedError(
+        "ann has operator", reason="ROLE_TOO_LOW"
+    )
+    ran = ctl("get", "all", "-o", "json")
+    assert (ran.code, ran.err) == (0, "")
+    assert {"nodes", "usePolicies", "backtests"} < json.loads(ran.out).keys()
+    assert ctl("get", "nodes,targets").code == 8
+
+
 def test_an_empty_list_is_a_list(ctl: Any, world: canned.World) -> None:
     world.things.clear()
     assert json.loads(ctl("get", "nodes", "-o", "json").out) == {"nodes": []}

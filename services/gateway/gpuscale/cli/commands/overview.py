@@ -20,7 +20,7 @@ from gpuscale.cli.grammar.nouns import NOUNS, with_noun
 from gpuscale.cli.grammar.parameters import option
 from gpuscale.cli.grammar.selecting import near
 from gpuscale.cli.views import contract_docs
-from gpuscale.common.errors import UNANSWERED, GpuscaleError, InvalidArgumentError
+from gpuscale.common.errors import UNANSWERED, GpuscaleError, InvalidArgumentError, PermissionDeniedError
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
@@ -82,6 +82,9 @@ def get_all(session: Session, kinds: str) -> None:
             try:
                 context.invoke(found) if found else None
                 answered = True
+            except PermissionDeniedError as error:  # all is what one may see
+                if wanted or error.reason != "ROLE_TOO_LOW":
+                    raise
             except UNANSWERED as error:  # show the others even if one service is down or hangs
                 failed = exit_code(error)
                 if error.reason in NOBODY or (failed is ExitCode.OTHER and not answered):
