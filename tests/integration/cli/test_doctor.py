@@ -19,6 +19,7 @@ import trustme
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.cli.commands import doctor, doctor_host, units
+from gpuscale.common.errors import UnauthenticatedError
 from gpuscale.common.security.authority import CertificateSubject, issue, make_authority
 from gpuscale.testing import FakeServer
 from tests.support.cli import Ran, run_cli
@@ -263,6 +264,22 @@ def test_what_is_wrong_is_found_and_nothing_else(
     assert "token rotate" not in found[check, subject]["advice"]
     wrong = {key for key, one in found.items() if one["state"] == "FAIL"}
     assert wrong - also <= {(check, subject)}
+
+
+def test_who_only_passes_tokens_on_needs_none(host: Host) -> None:
+    """As in deploy/systemd/services.toml, where services ask for tokens."""
+    refused = UnauthenticatedError("a bearer token is required", reason="TOKEN_MISSING")
+    host.server.fail("ListNodes", refused, 4)
+    host.settings["dashboard"] = {
+        "listen": host.server.address,
+        "sign_in": "true",
+        "gateway_address": host.server.address,
+    }
+    found = host.findings("--only", "host")
+    wrong = {
+        subject for (check, subject), one in found.items() if (check, one["state"]) == ("service", "FAIL")
+    }
+    assert wrong == {"allocator fleet_address", "autoscaler fleet_address"}
 
 
 def test_up_is_examined_as_it_runs_and_needs_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

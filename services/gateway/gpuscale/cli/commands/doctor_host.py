@@ -363,6 +363,7 @@ async def upstreams(settings: UpstreamSettings) -> list[Diagnosis]:
             continue
         method, request = _QUESTIONS[field]
         caller = _AS_GATEWAY if settings.section == "gateway" and settings.cert_file else ()
+        passes_on = settings.section == "gateway" or getattr(settings, "sign_in", False)
         for address in split_addresses(getattr(settings, field)):
             subject = f"{settings.section} {field}"
             try:
@@ -384,9 +385,10 @@ async def upstreams(settings: UpstreamSettings) -> list[Diagnosis]:
                     continue
             except errors.GpuscaleError as error:
                 advice = _READMIT if error.reason == "CERTIFICATE_REVOKED" else _ROTATE
-                if error.reason != "TLS_FILES":  # which their own checks tell
-                    found.append(_fail("service", subject, f"{address}: {error.message}", advice))
-                continue
+                if error.reason != "TOKEN_MISSING" or not passes_on:  # else it has its callers' tokens alone
+                    if error.reason != "TLS_FILES":  # which their own checks tell
+                        found.append(_fail("service", subject, f"{address}: {error.message}", advice))
+                    continue
             found.append(Diagnosis("service", subject, "OK", f"{address} answers"))
     return found
 
