@@ -198,9 +198,12 @@ async def test_on_a_full_disk_nothing_starts_and_what_should_stop_stops(tmp_path
         assert engine.of(Finish) == [Finish(ONE, 30.0)]
         assert engine.of(Kill) == []
         assert (TWO in engine.starts, crew.failures["apply", "JOURNAL_UNWRITABLE"] > 1) == (False, True)
+        why = (await state(crew, ReplicaState.STARTING, TWO)).reason
+        assert why == "its adapter cannot write its journal: No space left"
         await state(crew, ReplicaState.STOPPED)
         journal.full = False
-        await state(crew, ReplicaState.STARTING, TWO)
+        await eventually(lambda: TWO in engine.starts)
+        assert (await state(crew, ReplicaState.STARTING, TWO)).reason == ""
     assert engine.starts == {ONE: 1, TWO: 1}
 
 

@@ -19,7 +19,7 @@ from gpuscale.autoscaler.adapters.engine import (
 )
 from gpuscale.autoscaler.adapters.journal import Journal, JournalRecord, Phase
 from gpuscale.autoscaler.adapters.steps import NEVER_STARTED, Situation, plan_steps, refused, reports
-from gpuscale.autoscaler.domain.replicas import Goal, ReplicaReport
+from gpuscale.autoscaler.domain.replicas import Goal, ReplicaReport, ReplicaState
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.metrics_text import Histogram
 from gpuscale.common.runtime.tasks import Backoff, Clock, hit_async
@@ -82,6 +82,7 @@ class EngineCrew:
         self._steps: Sequence[Step] = ()
         self._failed: Mapping[str, str] = {}
         self._problems: list[OSError] = []
+        self._unwritten: Mapping[str, OSError] = {}
         self._poke = asyncio.Event()
         self._looked = asyncio.Event()
         self._closing = False
@@ -97,7 +98,11 @@ class EngineCrew:
         """Every known replica by name; None while the state of the engine is unknown."""
         if self._seen_at is None or self._clock.now() - self._seen_at > FRESH:
             return None
-        return reports(self._shown, self._records, self._killed)
+        waits = {
+            name: ReplicaReport(ReplicaState.STARTING, reason=f"its adapter cannot write its journal: {why.strerror}")
+            for name, why in self._unwritten.items()
+        }
+        return waits | reports(self._shown, self._records, self._killed)
 
     def metrics(self) -> dict[str, str]:
         """The metrics URLs of ready replicas, by name."""
@@ -174,7 +179,8 @@ class EngineCrew:
             )
         )
         self._problems.clear()
-        await self._write(plan.write)
+        errors = await self._write(plan.write)
+        self._unwritten = {name: why for name, why in errors.items() if name not in self._records}
         if self._closing:  # `end_all` came meanwhile, and does not know of them
             boot = self._clock.boot_id
             begun = [one.replica for one in plan.write if one.phase is Phase.INTENT]
@@ -259,10 +265,10 @@ class EngineCrew:
         finally:
             self.spent[operation].observe(self._clock.now() - begun)
 
-    async def _write(self, records: Sequence[JournalRecord]) -> None:
-        """Write these records, except intents that cannot be written; `_problems` says why."""
+    async def _write(self, records: Sequence[JournalRecord]) -> Mapping[str, OSError]:
+        """Write these records, except intents that cannot be written; returns the errors, also kept in `_problems`."""
         if not records:
-            return
+            return {}
         errors = await asyncio.to_thread(self._journal.write, records)
         for record in records:
             if record.phase is not Phase.INTENT or record.replica not in errors:
@@ -270,9 +276,10 @@ class EngineCrew:
             if record.phase is Phase.ENDED and record.replica not in self._seen:
                 self._shown.pop(record.replica, None)
         self._problems.extend(errors.values())
+        return errors
 
     def _tell(self) -> None:
-        now = reports(self._shown, self._records, self._killed)
+        now = self.reports()
         if now != self._reported:
             self._reported = now
             self._changed.set()
