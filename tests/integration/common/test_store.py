@@ -137,6 +137,20 @@ async def test_a_full_disk_is_an_error_of_its_own_and_loses_nothing(
     assert "the disk of the state is full" in "".join(said)
 
 
+async def test_a_full_disk_is_told_before_a_write_meets_it(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The allocator refuses a grant before it asks the store, and then nothing but the grant's caller said so."""
+    async with open_notes(path) as notes:
+        with monkeypatch.context() as full:
+            full.setattr(sqlite_store.Sqlite, "short", True)
+            await notes.write(lambda _: None)
+            told = "the notes cannot write its state: the disk of the state is full"
+            assert Store.trouble("notes", why=True) == told
+        await notes.write(lambda _: None)
+        assert Store.trouble("notes", why=True) == ""
+
+
 async def test_a_file_of_another_version_is_refused_and_kept(path: Path) -> None:
     async with open_notes(path, version=2) as notes:
         await notes.write(add(1))

@@ -20,7 +20,7 @@ from sqlalchemy.exc import DBAPIError
 
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
 from gpuscale.common.runtime.logs import get_logger
-from gpuscale.common.store.store import Backend, Migration, Migrations
+from gpuscale.common.store.store import DISK_FULL, Backend, Migration, Migrations
 
 BUSY_TIMEOUT_SECONDS = 5.0
 SMALL_FILE = 16 << 20
@@ -228,7 +228,7 @@ class Sqlite(Backend):
         if self._room.short and raw(connection).total_changes != before:
             self._room.look()
             if self._room.short:
-                raise UnavailableError("the disk of the state is full", reason="DISK_FULL")
+                raise UnavailableError(DISK_FULL, reason="DISK_FULL")
 
     def in_transaction(self, connection: Connection) -> bool:
         """Whether a transaction is open."""
@@ -242,7 +242,7 @@ class Sqlite(Backend):
             return error
         primary = code & 0xFF
         if primary == sqlite3.SQLITE_FULL:
-            return UnavailableError("the disk of the state is full", reason="DISK_FULL")
+            return UnavailableError(DISK_FULL, reason="DISK_FULL")
         if primary in {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}:
             return FailedPreconditionError("the state is damaged", reason="STATE_UNREADABLE")
         if primary in _UNAVAILABLE:

@@ -130,6 +130,7 @@ class Backend(ABC):
             ) from error
 
 
+DISK_FULL = "the disk of the state is full"
 SLOW, RECENT = 2.0, 60.0
 """Seconds of a commit from which it is told as a problem, and for how long."""
 
@@ -263,11 +264,11 @@ def _commit(name: str, backend: Backend, connection: Connection, group: Sequence
         Store.commits.observe(took)
         if took > SLOW:
             Store.slow[name] = ended, took
-    if trouble is not None or (committed and Store.problem.get(name)):
+    if trouble is not None or (committed and (backend.short or Store.problem.get(name))):
         Store.failures += trouble is not None
         before = Store.problem.get(name, "")
-        # While the disk is short, a transaction that took no room tells nothing.
-        if problem := str(trouble or "") or (before if backend.short else ""):
+        # While the disk is short, what takes room is refused, often before it gets here.
+        if problem := str(trouble or "") or ((before or DISK_FULL) if backend.short else ""):
             Store.problem[name] = problem
             if problem != before:
                 _log.error("the state cannot be written", state=f"{name}.store", problem=problem)
