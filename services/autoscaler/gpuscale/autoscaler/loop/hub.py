@@ -387,6 +387,10 @@ class AdapterHub:
             return False
         return self._clock.now() - self._seen[adapter].now <= SILENT
 
+    def silent(self, replicas: Iterable[Replica]) -> set[str]:
+        """The adapters of these replicas that are not live."""
+        return {one.adapter for one in replicas if one.adapter and not self.live(one.adapter)}
+
     @uninterrupted
     async def forget(self, adapter: str) -> list[str]:
         """Give up an adapter that never comes back: its replicas end without its report; returns their names.

@@ -390,7 +390,7 @@ class Endpoints:
     def _shown(
         self, endpoint: Endpoint, replicas: Sequence[Replica], last: StoredDecision | None
     ) -> EndpointView:
-        silent = {one.adapter for one in replicas if one.adapter and not self.deps.hub.live(one.adapter)}
+        silent = self.deps.hub.silent(replicas)
         if last is None:
             return EndpointView(endpoint, replicas, silent)
         name = decision_name(endpoint.id, decision_log.id_text(last.id))

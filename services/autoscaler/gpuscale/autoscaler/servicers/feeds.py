@@ -125,9 +125,7 @@ class Feeds:
     def _note(self, endpoint_id: str, found: _Read) -> None:
         """Put an endpoint, its replicas and its decisions into their feeds."""
         known = self._known.pop(endpoint_id, None)
-        silent = {
-            one.adapter for one in found.replicas if one.adapter and not self._deps.hub.live(one.adapter)
-        }
+        silent = self._deps.hub.silent(found.replicas)
         wires = {one.id: replica_to_wire(one, silent=one.adapter in silent) for one in found.replicas}
         over = frozenset(one.id for one in found.replicas if one.ended)
         for one in over - known.over if known else ():

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, TypeVar
 
 from gpuscale.api.allocator import v1 as api
-from gpuscale.cli.console.terminal import note
+from gpuscale.cli.console.terminal import note_of_run
 from gpuscale.client.orders import Orders
 from gpuscale.common import wire
 from gpuscale.common.errors import REFUSALS, UNANSWERED, GpuscaleError, UnavailableError
@@ -89,7 +89,7 @@ class LeaseHolder:
             try:
                 known = self.renew_patiently(channel.RPC_TIMEOUT, ended_attempt)
             except GpuscaleError as error:
-                note(f"gpuscalectl run: nobody knows how the command ended: {error.message}")
+                note_of_run(f"nobody knows how the command ended: {error.message}")
                 return
             if known.job.attempt > self.orders.attempt:
                 self.moved, self.all_ended = known, False
@@ -154,7 +154,7 @@ class LeaseHolder:
                 self._ask(lambda way: way.ReleaseReservation(request, timeout=timeout, metadata=self._shown))
             except GpuscaleError as error:
                 if isinstance(error, REFUSALS) or time.monotonic() >= until:
-                    note(f"gpuscalectl run: {name} was not released, and expires by itself: {error.message}")
+                    note_of_run(f"{name} was not released, and expires by itself: {error.message}")
                     return
             else:
                 return

@@ -11,7 +11,7 @@ from gpuscale.cli.commands.gpu_test import BROKEN, NOT_TESTED, UNUSABLE, GpuTest
 from gpuscale.cli.console import lookup
 from gpuscale.cli.console.cells import word
 from gpuscale.cli.console.command import Session, command, names
-from gpuscale.cli.console.terminal import TERMINAL, note
+from gpuscale.cli.console.terminal import TERMINAL, note_of_run
 from gpuscale.cli.grammar.nouns import without_noun
 from gpuscale.cli.grammar.parameters import option
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, ResourceExhaustedError
@@ -82,7 +82,7 @@ def expect_well(client: "Client", reservation: "Reservation") -> None:
 
     found = [*_known(client, lookup.nodes(client), {gpu.name for gpu in reservation.gpus})]
     for one in found:
-        note(f"gpuscalectl run: {one.gpu} {one.state}: {one.found}")
+        note_of_run(f"{one.gpu} {one.state}: {one.found}")
     if any(one.state == "FAIL" for one in found):
         give_back(client, reservation)
         raise FailedPreconditionError(
@@ -102,7 +102,7 @@ def close_failed(client: "Client", name: str) -> None:
             why = why.partition("; ")[0]
             if failed:
                 done = f"; {_cordon(client, gpu.name, why)}" if state == BROKEN else ""
-                note(f"gpuscalectl run: {gpu.uuid} {state}: {why}{done}")
+                note_of_run(f"{gpu.uuid} {state}: {why}{done}")
 
 
 def _cordon(client: "Client", name: str, why: str) -> str:

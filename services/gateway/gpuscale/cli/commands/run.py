@@ -17,7 +17,7 @@ from gpuscale.cli.commands.processes import STDERR, Forwarding
 from gpuscale.cli.commands.reserve import Asking, Requesting
 from gpuscale.cli.console.command import Session, command
 from gpuscale.cli.console.errors import leave
-from gpuscale.cli.console.terminal import TERMINAL, note, write_lines
+from gpuscale.cli.console.terminal import TERMINAL, note, note_of_run, write_lines
 from gpuscale.cli.grammar.parameters import Parsed, option, repeated, takes
 from gpuscale.client.orders import Orders, expect_directory, when_moved
 from gpuscale.client.over_ssh import EarlyStart, supervised
@@ -214,7 +214,7 @@ def _moved(client: "Client", ran: Orders) -> "Reservation | None":
     again = Job(client, ran.reservation).begun_anew(ran.attempt)
     if again is not None:
         nodes = ", ".join(dict.fromkeys(map(node_of, again.gpus)))
-        note(f"gpuscalectl run: starting attempt {again.job.attempt} on {nodes}")
+        note_of_run(f"starting attempt {again.job.attempt} on {nodes}")
     return again
 
 

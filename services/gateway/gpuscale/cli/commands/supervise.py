@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, NoReturn, Self
 from gpuscale.cli.commands import processes
 from gpuscale.cli.commands.detached_jobs import JobFolder, detach, not_kept, start_granted, start_in_turn
 from gpuscale.cli.commands.holding import RETRY, LeaseHolder
-from gpuscale.cli.console.terminal import TERMINAL, note
+from gpuscale.cli.console.terminal import TERMINAL, note_of_run
 from gpuscale.client.orders import GREETING, READY, Orders, shown, started_before
 from gpuscale.client.over_ssh import OF_SIGNAL, exit_code
 from gpuscale.common import errors, wire
@@ -214,9 +214,7 @@ def run_under(
             )
         for asked.pid in orders.adopts or (os.getpid(),):
             if why := admit(asked, own, orders.address):
-                note(
-                    f"gpuscalectl run: the agent does not count the command as the holder of its GPUs: {why}"
-                )
+                note_of_run(f"the agent does not count the command as the holder of its GPUs: {why}")
         if orders.detached:
             return _run_detached(holder, reservation, child)
         return _run(holder, reservation, stdout=stdout, while_open=while_open, child=child)
@@ -283,7 +281,7 @@ def _run(
     ]
     uuids = ",".join(gpu.uuid for gpu in own)
     simulated = "SIMULATED " if any(gpu.simulated for gpu in own) else ""
-    note(f"gpuscalectl run: {reservation.name} holds {simulated}{uuids.replace(',', ', ')}")
+    note_of_run(f"{reservation.name} holds {simulated}{uuids.replace(',', ', ')}")
     if orders.check:
         reservation = _check(holder, own, reservation, 1 if stdout is None else stdout)
         if not orders.command:
@@ -360,7 +358,7 @@ def _check(
     if not holder.orders.command:
         os.write(stdout, json.dumps(found).encode())
     elif not bad:
-        note("\n".join(f"gpuscalectl run: {line}" for line in said))
+        note_of_run("\ngpuscalectl run: ".join(said))
     if bad:
         raise errors.FailedPreconditionError(
             f"a GPU failed its test: {'; '.join(bad)}", reason="GPU_CHECK_FAILED"
@@ -452,7 +450,7 @@ class Keeper:
         from gpuscale.cli.grammar.parameters import format_duration
 
         left = format_duration(self._ends - self._grace - time.monotonic())
-        note(f"gpuscalectl run: the lease is not renewed while it is stopped: `fg` or `bg` within {left}")
+        note_of_run(f"the lease is not renewed while it is stopped: `fg` or `bg` within {left}")
         os.kill(os.getpid(), signal.SIGSTOP)
 
     def _stop(self, why: str, *, moves: bool = False) -> None:
@@ -461,7 +459,7 @@ class Keeper:
         elif self.stopped == self._moved:
             self.stopped = why
         self._stays_ended = not moves
-        note(f"gpuscalectl run: stopping the command: {why}")
+        note_of_run(f"stopping the command: {why}")
         self._stop_by(time.monotonic() + self._grace)
 
     def _keep(self) -> None:
@@ -493,7 +491,7 @@ class Keeper:
                 self.lost = self.lost or self._revoked or "it was not renewed in time"
                 self._stays_ended = True
                 self.stopped = self.stopped or f"its reservation was lost: {self.lost}"
-                note(f"gpuscalectl run: the reservation is lost, stopping the command: {self.lost}")
+                note_of_run(f"the reservation is lost, stopping the command: {self.lost}")
                 left = max(RETRY, min(self._grace, self._ends - time.monotonic()))
                 self._stop_by(time.monotonic() + left)
                 return
@@ -575,7 +573,7 @@ class Keeper:
             return
         name = signal.Signals(orders.on_move).name
         self.stopped = self._moved = f"{why}; it was sent {name} to save its work"
-        note(f"gpuscalectl run: sending {name} to the command: {why}")
+        note_of_run(f"sending {name} to the command: {why}")
         self._send(orders.on_move)
         if self._holder.member is not None:
             self._holder.member.signal_time.GetCurrentTime()
@@ -588,21 +586,19 @@ class Keeper:
         while (left := [] if self.lost else self._offspring.alive()) and time.monotonic() < settled:
             time.sleep(processes.PAUSE)
         if left:
-            note(
-                f"gpuscalectl run: stopping processes that the command left running: {processes.named(left)}"
-            )
+            note_of_run(f"stopping processes that the command left running: {processes.named(left)}")
             self._stop_by(time.monotonic() + self._grace)
 
     def _tell(self, text: str) -> None:
         if text.partition(":")[0] != self._told:
-            note(f"gpuscalectl run: {text}")
+            note_of_run(text)
         self._told = text.partition(":")[0]
 
     def _stop_by(self, until: float) -> None:
         left = self._offspring.stop(until)
         if left:
-            note(
-                f"gpuscalectl run: cannot stop these, which may still use GPUs of the next holder: {processes.named(left)}"
+            note_of_run(
+                f"cannot stop these, which may still use GPUs of the next holder: {processes.named(left)}"
             )
 
 

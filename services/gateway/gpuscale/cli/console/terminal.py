@@ -156,6 +156,11 @@ def note(text: str, end: str = "") -> None:
         sys.stderr = _nowhere()
 
 
+def note_of_run(text: str) -> None:
+    """Write a note of `run`, whose command writes to standard error too."""
+    note(f"gpuscalectl run: {text}")
+
+
 def detail(text: str) -> None:
     """Write a note if `-v` was given."""
     if TERMINAL.verbose:
