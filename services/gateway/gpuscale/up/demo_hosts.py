@@ -17,6 +17,7 @@ from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.names import gpu_name
 from gpuscale.common.rpc.wrapped_channel import sending
+from gpuscale.common.runtime.tasks import wait_at_most
 from gpuscale.common.wire import put_timestamp, to_duration
 from gpuscale.internal.autoscaler import v1 as autoscaler_internal
 from gpuscale.internal.monitor import v1 as monitor_internal
@@ -323,11 +324,7 @@ class Workers:
             ]
             report = autoscaler_internal.Report(revision=self._revision, replicas=replicas)
             yield autoscaler_internal.ConnectRequest(report=report)
-            try:
-                async with asyncio.timeout(1.0):
-                    await self._changed.wait()
-            except TimeoutError:
-                continue
+            await wait_at_most(self._changed, 1.0)
 
     def _start(self, line: autoscaler_internal.DesiredReplica) -> None:
         endpoint = line.template

@@ -12,7 +12,6 @@ uncordon.
 import asyncio
 import sys
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -226,9 +225,7 @@ class Commits:
             while seen < self._size and (pause := self._window.pause(self._size, clock() - opened)):
                 seen = self._size
                 self._all.clear()
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(pause):
-                        await self._all.wait()
+                await tasks.wait_at_most(self._all, pause)
             group, self._waiting = self._waiting[:MAX_GROUP], self._waiting[MAX_GROUP:]
             size, began = sum([len(unit.reservations) for unit in group]), clock()
             self._size = left = self._size - size

@@ -8,7 +8,6 @@ to the address that was checked: no rebinding of names, no redirects, no proxy.
 import asyncio
 import heapq
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NoReturn
@@ -21,7 +20,7 @@ from gpuscale.allocator.usecases.declarations import Declarations
 from gpuscale.common.errors import GpuscaleError
 from gpuscale.common.names import gpu_name, node_name
 from gpuscale.common.runtime.logs import Attempts, get_logger
-from gpuscale.common.runtime.tasks import Clock, TaskScope, hit_async
+from gpuscale.common.runtime.tasks import Clock, TaskScope, hit_async, wait_at_most
 
 if TYPE_CHECKING:
     import httpx
@@ -146,9 +145,7 @@ class Notifying:
                 idle = [due for key, due in self._due.items() if due and key not in busy]
                 first = min((due[0][0] for due in idle), default=0.0)
                 pause = min(LOOK, max(0.05, first - loop.time())) if first else LOOK
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(pause):
-                        await self._wake.wait()
+                await wait_at_most(self._wake, pause)
 
     async def _tell_of_nodes(self) -> None:
         """Report nodes that are down and GPUs in quarantine, and record it: a restart knows what was reported."""

@@ -61,6 +61,7 @@ from gpuscale.common.names import gpu_name, node_name, reservation_name
 from gpuscale.common.rpc.channel import RPC_TIMEOUT
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.logs import Attempts, get_logger
+from gpuscale.common.runtime.tasks import wait_at_most
 
 HEARD = 15.0
 """Seconds after which an agent that asked for no orders is silent; it asks every 5 s."""
@@ -162,9 +163,7 @@ class Policing:
         """Look for ever; `tell` is called with each reservation whose notes have changed."""
         writing = Attempts(_log, "cannot write acts of policies", errors.GpuscaleError)
         while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(LOOK):
-                    await self._wake.wait()
+            await wait_at_most(self._wake, LOOK)
             self._wake.clear()
             with writing:  # the next look does what this one could not
                 for one in await self.look():

@@ -19,7 +19,7 @@ from psycopg.rows import TupleRow
 
 from gpuscale.common.errors import UnavailableError
 from gpuscale.common.runtime.logs import get_logger
-from gpuscale.common.runtime.tasks import Backoff, TaskScope
+from gpuscale.common.runtime.tasks import Backoff, TaskScope, wait_at_most
 from gpuscale.common.secrets import SecretUrl
 from gpuscale.common.store.postgres import (
     LEASE,
@@ -78,8 +78,7 @@ class Candidate:
         async def watch() -> None:
             """Resign once the term is over; the driver would notice a lost connection 10 s later."""
             while term.leads():
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(term.over.wait(), PING_PERIOD)
+                await wait_at_most(term.over, PING_PERIOD)
             term.resign()
 
         try:
