@@ -6,16 +6,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import Connection, create_engine, func, select
 
-from gpuscale.allocator.domain.accounting import DAY, HOLD, by_day, ended_at, granted_since, month_of
+from gpuscale.allocator.domain.accounting import DAY, HOLD, Account, by_day, ended_at, granted_since, month_of
 from gpuscale.allocator.domain.ledger import Ledger, rebased
 from gpuscale.allocator.domain.model import Reservation, State
 from gpuscale.allocator.state.schema import Table
 from gpuscale.allocator.state.usage_ledger import UsageLedger
-from gpuscale.allocator.usecases.accounting import Accounting
+from gpuscale.allocator.usecases.accounting import SLICE, Accounting
 from gpuscale.allocator.usecases.fleet import FleetView
 from gpuscale.common.errors import UnavailableError
 from tests.support.allocator_values import gpu, node, order, reserved
@@ -206,6 +207,26 @@ def test_the_ledger_adds_up_to_what_was_granted_to_the_millisecond(steps: list[t
             month = month_of(month[1])
 
     asyncio.run(run())
+
+
+async def test_accounts_of_many_new_leases_are_opened_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others run between two slices, whatever burst of grants came before."""
+    life, opened, each = Life(), 0, list[int]()
+    await life.begin()
+    for _ in range(10 * SLICE):
+        await life.grant(0)
+
+    def count(_: Account) -> None:
+        nonlocal opened
+        opened += 1
+
+    monkeypatch.setattr(Account, "__post_init__", count)
+    look = asyncio.ensure_future(life.accounting.look())
+    while not look.done():
+        await asyncio.sleep(0)
+        each.append(opened)
+        opened = 0
+    assert (max(each), sum(each)) == (SLICE, 10 * SLICE)
 
 
 async def test_a_lease_whose_only_reading_came_too_late_has_an_unknown_energy_and_not_none() -> None:

@@ -6,10 +6,10 @@ and every CHECKPOINT seconds: a kill loses nothing of what was granted, and at m
 """
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, islice
 from math import ceil
 from typing import NoReturn
 
@@ -202,11 +202,9 @@ class Accounting:
     @uninterrupted
     async def checkpoint(self) -> None:
         """Write the accounts of all live reservations. Raises like `Store.write`."""
-        self._saved_at, accounts = self.clock.now(), self._all()
-        for start in range(0, len(accounts), WRITTEN):
-            # What is counted here is queued before any end: the store writes in order.
-            batch = [one for one in accounts[start : start + WRITTEN] if self._open(one)]
-            for one in batch:
+        self._saved_at, accounts = self.clock.now(), filter(self._open, self._all())
+        while batch := [*islice(accounts, WRITTEN)]:
+            for one in batch:  # what is counted here is queued before any end: the store writes in order
                 one.count(accounting.millis(self.clock.now()), self._wall())
             parts = [one.part for one in batch]
             await self.usage.put(
@@ -247,12 +245,13 @@ class Accounting:
             )
         return outcome, [*found.values()]
 
-    def _all(self) -> list[accounting.Account]:
-        """The accounts of live reservations, also of those granted since the last look, unless their end is being written."""
-        for one in [*self._fresh.values()]:
-            if not self.ledger.closing(one.id):
-                self._opened(one)
-        return [*self._accounts.values()]
+    def _all(self) -> Iterator[accounting.Account]:
+        """The accounts of live reservations; one granted since the last look gets its own in turn, unless its end is being written."""
+        for key in [*self._accounts, *self._fresh]:
+            if (fresh := self._fresh.get(key)) and not self.ledger.closing(key):
+                yield self._opened(fresh)
+            elif account := self._accounts.get(key):
+                yield account
 
     def _opened(self, one: Reservation) -> accounting.Account:
         self._fresh.pop(one.id, None)
