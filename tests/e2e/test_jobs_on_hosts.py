@@ -283,6 +283,7 @@ def test_a_job_that_waits_is_started_as_its_user_from_the_host_of_the_services(l
     eventually_sync(lambda: "WAITING (1)" in lab.ctl("get", "jobs").out, interval=0.5)
     lab.must("stop", holder)
     eventually_sync(lambda: len(lab.left("sleep 7452")) == 1, interval=0.5)
+    eventually_sync(lambda: len(lab.must("logs", name).split()) == 3, interval=0.5)  # its output is copied
     node, user, folder = lab.must("logs", name).split()
     assert (lab.left("sleep 7452"), user, folder) == ([f"{node}: sleep 7452"], "ann", "/home/ann")
     lab.must("stop", name)
