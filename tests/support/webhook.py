@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import ssl
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -39,10 +40,10 @@ class Hook:
 
 
 @asynccontextmanager
-async def webhook() -> AsyncGenerator[Hook]:
+async def webhook(tls: ssl.SSLContext | None = None) -> AsyncGenerator[Hook]:
     """One that takes everything."""
     hook = Hook()
-    server = await asyncio.start_server(hook.answer, "127.0.0.1", 0)
+    server = await asyncio.start_server(hook.answer, "127.0.0.1", 0, ssl=tls)
     async with server:
-        hook.address = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/hook"
+        hook.address = f"http{'s' if tls else ''}://127.0.0.1:{server.sockets[0].getsockname()[1]}/hook"
         yield hook

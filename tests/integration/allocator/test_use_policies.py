@@ -1,12 +1,15 @@
 """Use policies on a real allocator, its time moved by the test: who is noted, told and sent away, and who never is."""
 
+import ssl
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import trustme
 
 from gpuscale.allocator.state.policies import PolicyStore
 from gpuscale.allocator.usecases import notifying, policing
@@ -19,6 +22,7 @@ from tests.support.allocator import Client, Reservation, allocator, calling
 from tests.support.clock import ManualClock
 from tests.support.fake_fleet import FakeFleet, gpu_message, node_message, serving
 from tests.support.policies import NOTE, NOTIFY, REVOKE, Admin, idle_policy
+from tests.support.ports import free_port
 from tests.support.waiting import calls_of, eventually
 from tests.support.webhook import Hook, webhook
 
@@ -195,15 +199,35 @@ async def test_an_update_clears_what_its_mask_names_in_a_message_that_is_not_set
         assert changed.spec == made.spec
 
 
-async def test_private_addresses_are_refused_unless_they_are_allowed(tmp_path: Path) -> None:
-    fleet = FakeFleet(node_message("n0", count=1))
-    async with webhook() as hook, lab(tmp_path, fleet, ManualClock(), ()) as (client, admin):
-        await admin.target(hook.address.replace("127.0.0.1", "localhost"))
-        await client.reserve(1)
-        await admin.drain()
-        (letter,) = await eventually(lambda: _failed(admin))
-        assert letter.problem == "localhost has no address that allocator.notify_networks allows"
-        assert not hook.bodies
+async def test_why_a_target_cannot_be_reached_is_told(tmp_path: Path) -> None:
+    """Also for whoever may not read the allocator's log; never with the path, which is often the secret."""
+    mine = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    trustme.CA().issue_cert("127.0.0.1").configure_cert(mine)
+    async with webhook(mine) as unknown, webhook() as private:
+        nothing = f"http://127.0.0.1:{free_port()}/s3cret"
+        for number, (url, allowed, problem) in enumerate(
+            (
+                (
+                    unknown.address,
+                    ("127.0.0.0/8",),
+                    "its certificate is refused: unable to get local issuer certificate",
+                ),
+                (nothing, ("127.0.0.0/8",), "cannot be reached: Connection refused"),
+                (
+                    private.address.replace("127.0.0.1", "localhost"),
+                    (),
+                    "localhost has no address that allocator.notify_networks allows",
+                ),
+            )
+        ):
+            fleet, folder = FakeFleet(node_message("n0", count=1)), tmp_path / str(number)
+            async with lab(folder, fleet, ManualClock(), allowed) as (client, admin):
+                await admin.target(url)
+                await client.reserve(1)
+                await admin.drain()
+                (letter,) = await eventually(partial(_failed, admin))
+                assert letter.problem == problem
+        assert not private.bodies
 
 
 async def _followed(admin: Admin, name: str) -> list[api.PolicyStanding]:

@@ -7,6 +7,8 @@ to the address that was checked: no rebinding of names, no redirects, no proxy.
 
 import asyncio
 import heapq
+import os
+import ssl
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -236,7 +238,7 @@ class Notifying:
         except TimeoutError:
             return f"no answer within {TIMEOUT:g} s"
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
-            return f"cannot be reached: {type(error).__name__}"
+            return _why_unreachable(error)
 
     @cached_property
     def _client(self) -> "httpx.AsyncClient":
@@ -244,6 +246,19 @@ class Notifying:
 
         alone = httpx.Limits(max_keepalive_connections=0)  # a connection was verified for one host
         return httpx.AsyncClient(trust_env=False, follow_redirects=False, timeout=TIMEOUT, limits=alone)
+
+
+def _why_unreachable(error: BaseException) -> str:
+    """Why a request failed, by the cause that the system named: texts of HTTP errors may have the address."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            return f"its certificate is refused: {cause.verify_message}"
+        if isinstance(cause, OSError) and cause.errno is not None:
+            of_resolver = cause.errno < 0
+            return f"cannot be reached: {cause.strerror if of_resolver else os.strerror(cause.errno)}"
+        cause = cause.__cause__ or cause.__context__
+    return f"cannot be reached: {type(error).__name__}"
 
 
 async def open_notifying(
