@@ -105,6 +105,17 @@ def test_a_limit_that_cannot_be_set_back_stays_in_the_file(helper: PowerHelper) 
     assert helper.limits() == [700, None]
 
 
+def test_a_gpu_that_was_replaced_is_forgotten(helper: PowerHelper) -> None:
+    """Its limit could never be restored: each order opened the driver for it, and each start told of it."""
+    helper.put(gpu0=300)
+    helper.kill()
+    helper.double.gpus[0].uuid = "GPU-new"
+    helper.double.write()
+    helper.start()
+    assert json.loads(helper.found.read_text()) == {}
+    assert "cannot be restored" not in helper.log.read_text()
+
+
 def test_nothing_is_set_before_what_was_found_is_on_disk(
     tmp_path: Path, nvml_double: NvmlDouble, monkeypatch: pytest.MonkeyPatch
 ) -> None:

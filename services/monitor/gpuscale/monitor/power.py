@@ -62,7 +62,9 @@ class PowerLimits:
                         self._write(self._found | {uuid: pynvml.nvmlDeviceGetPowerManagementLimit(handle)})
                     self._set(uuid, handle, min(limit, self._found[uuid]))
                 except (pynvml.NVMLError, ValueError) as error:
-                    problems[uuid] = str(error)
+                    gone = getattr(error, "value", None) == pynvml.NVML_ERROR_NOT_FOUND
+                    if watts is not None or not gone:  # one that was replaced has no limit to restore
+                        problems[uuid] = str(error)
         finally:
             pynvml.nvmlShutdown()
         if done := set(back) - set(problems):
