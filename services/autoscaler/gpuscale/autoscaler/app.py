@@ -55,16 +55,16 @@ _STREAM_SERVICE = "gpuscale.internal.autoscaler.v1.AdapterStreamService"
 SERVICES = (*(f"{_PACKAGE}.{name}" for name in _OF_PACKAGE), _STREAM_SERVICE, KEDA_SERVICE)
 """All services of the autoscaler."""
 _PREFIX = "gpuscale_autoscaler"
-_DESIRED = Family(f"{_PREFIX}_endpoint_desired", "gauge", "Wanted replicas of an endpoint.")
+_DESIRED = Family(f"{_PREFIX}_endpoint_desired", "gauge", "Desired replicas of an endpoint.")
 _GRANTED = Family(f"{_PREFIX}_endpoint_granted", "gauge", "Replicas of an endpoint that have their GPUs.")
 _READY = Family(f"{_PREFIX}_endpoint_ready", "gauge", "Replicas of an endpoint that are ready.")
 _BACK_OFF = Family(
-    f"{_PREFIX}_endpoint_back_off_seconds", "gauge", "Wait for a next replica, after failures."
+    f"{_PREFIX}_endpoint_back_off_seconds", "gauge", "Wait before the next replica, after failures."
 )
 _LATE = Family(f"{_PREFIX}_endpoint_late_seconds", "gauge", "How late an evaluation of an endpoint is.")
 _ADAPTERS = Family(f"{_PREFIX}_adapters", "gauge", "Worker adapters, live or silent.")
 _WATCHERS = Family(f"{_PREFIX}_watchers", "gauge", "Queue watchers, by the state of their last reading.")
-_UNANSWERED = Family(f"{_PREFIX}_prometheus_unanswered", "gauge", "Queries that a server does not answer.")
+_UNANSWERED = Family(f"{_PREFIX}_prometheus_unanswered", "gauge", "Queries without an answer.")
 
 
 @asynccontextmanager

@@ -44,7 +44,7 @@ DEFAULT_ENGINE = "process"
 SERVICE = "adapter"
 """Prefix of the series of every engine's adapter."""
 _PREFIX = f"gpuscale_{SERVICE}"
-_INFO = Family(f"{_PREFIX}_info", "gauge", "1; which adapter it is, of which engine.")
+_INFO = Family(f"{_PREFIX}_info", "gauge", "The adapter and its engine; always 1.")
 _SECONDS = Family(f"{_PREFIX}_engine_seconds", "histogram", "Time spent in the engine, by operation.")
 _FAILURES = Family(
     f"{_PREFIX}_engine_failures_total", "counter", "Failed operations of the engine, by reason."

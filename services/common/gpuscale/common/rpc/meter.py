@@ -103,7 +103,7 @@ class CallMeter(ProgramMeter):
         """Add all series except those of the process and its connections."""
         prefix = self.prefix
         page.add(Family(f"{prefix}_calls_open", "gauge", "Calls that are under way."), "", self.open)
-        limited = Family(f"{prefix}_rate_limited_total", "counter", "Calls turned away for coming too often.")
+        limited = Family(f"{prefix}_rate_limited_total", "counter", "Calls that the rate limit refused.")
         page.add(limited, "", self.limited)
         calls = Family(f"{prefix}_calls_total", "counter", "Calls that have ended, by method and status.")
         for (path, code), count in sorted(self.ended.items()):
@@ -115,13 +115,11 @@ class CallMeter(ProgramMeter):
         for (path, reason), count in sorted(self.failed.items()):
             page.add(failed, labels({"method": path.removeprefix("/"), "reason": reason}), count)
         if self.terms is not None:
-            leads = Family(f"{prefix}_leads", "gauge", "1 while this process leads, or needs not.")
+            leads = Family(f"{prefix}_leads", "gauge", "1 while this process leads or is alone.")
             page.add(leads, "", int(self.epoch is not None))
-            page.add(
-                Family(f"{prefix}_epoch", "gauge", "Number of the term that it leads in."), "", self.epoch
-            )
-            page.add(Family(f"{prefix}_terms_total", "counter", "Terms that it has begun."), "", self.terms)
-        expires = Family(f"{prefix}_token_expires_timestamp_seconds", "gauge", "When a token ends.")
+            page.add(Family(f"{prefix}_epoch", "gauge", "Number of its term as the leader."), "", self.epoch)
+            page.add(Family(f"{prefix}_terms_total", "counter", "Terms in which it has led."), "", self.terms)
+        expires = Family(f"{prefix}_token_expires_timestamp_seconds", "gauge", "When a token expires.")
         last_use = Family(
             f"{prefix}_token_last_use_timestamp_seconds", "gauge", "When a token was last used here."
         )
@@ -208,10 +206,10 @@ class CallWatcher:
 
 
 _CPU = Family("process_cpu_seconds_total", "counter", "CPU time of this process, user and system.")
-_RESIDENT = Family("process_resident_memory_bytes", "gauge", "Memory of this process that is in RAM.")
+_RESIDENT = Family("process_resident_memory_bytes", "gauge", "Resident memory of this process.")
 _OPEN_FDS = Family("process_open_fds", "gauge", "File descriptors that this process has open.")
 _MAX_FDS = Family("process_max_fds", "gauge", "File descriptors that this process may have open.")
-_START = Family("process_start_time_seconds", "gauge", "When this process started, since the epoch.")
+_START = Family("process_start_time_seconds", "gauge", "Unix time at which this process started.")
 
 
 def add_process(page: MetricsPage) -> None:
@@ -231,16 +229,16 @@ def add_process(page: MetricsPage) -> None:
 def add_connections(page: MetricsPage, service: str) -> None:
     """Add the numbers of cut connections and descriptor shortages."""
     prefix = f"gpuscale_{service}"
-    cut = Family(f"{prefix}_connections_cut_total", "counter", "Connections cut for showing no identity.")
-    shortages = "Looks at which no file descriptor was left (EMFILE)."
+    cut = Family(f"{prefix}_connections_cut_total", "counter", "Connections cut for lack of an identity.")
+    shortages = "Checks that found no free file descriptor (EMFILE)."
     page.add(cut, "", Connections.cut)
     page.add(Family(f"{prefix}_descriptor_shortages_total", "counter", shortages), "", Connections.short)
 
 
 _BEGINS = Family(
-    "gpuscale_certificate_begins_timestamp_seconds", "gauge", "Since when a certificate is valid."
+    "gpuscale_certificate_begins_timestamp_seconds", "gauge", "When a certificate becomes valid."
 )
-_EXPIRES = Family("gpuscale_certificate_expires_timestamp_seconds", "gauge", "When a certificate ends.")
+_EXPIRES = Family("gpuscale_certificate_expires_timestamp_seconds", "gauge", "When a certificate expires.")
 
 
 def certificates_text(files: Mapping[str, Path]) -> bytes:

@@ -224,14 +224,14 @@ class Store:
 def add_store(page: MetricsPage, prefix: str, file: Path | None) -> None:
     """Add the series of commits and, for a file, its size and the free space of its disk."""
     name = f"{prefix}_store"
-    commits = Family(f"{name}_commit_seconds", "histogram", "Time that commits took, with their sync.")
-    failed = Family(f"{name}_commits_failed_total", "counter", "Commits that the database did not take.")
+    commits = Family(f"{name}_commit_seconds", "histogram", "Duration of commits, with their sync.")
+    failed = Family(f"{name}_commits_failed_total", "counter", "Failed commits.")
     page.add_histogram(commits, {}, Store.commits)
     page.add(failed, "", Store.failures)
     if file is None:
         return
     size = Family(f"{prefix}_store_bytes", "gauge", "Size of the database and its log on disk.")
-    room = Family(f"{prefix}_store_free_bytes", "gauge", "Room that is left on the disk of the database.")
+    room = Family(f"{prefix}_store_free_bytes", "gauge", "Free space on the disk of the database.")
     files = [one for one in (file, file.with_name(f"{file.name}-wal")) if one.exists()]
     page.add(size, "", sum(one.stat().st_size for one in files))
     page.add(room, "", shutil.disk_usage(file.parent).free)

@@ -138,9 +138,7 @@ DRIVER_ERRORS = counter(
     "Driver calls that read GPUs and failed; an unsupported reading is asked for once.",
 )
 OPENINGS = counter("gpuscale_collection_driver_openings_total", "Attempts to open the driver.")
-INTERRUPTIONS = counter(
-    "gpuscale_collection_driver_interruptions_total", "Times that the hung process of the driver was killed."
-)
+INTERRUPTIONS = counter("gpuscale_collection_driver_interruptions_total", "Kills of a hung driver process.")
 SUBSCRIBERS = gauge("gpuscale_watch_subscribers", "Open streams of snapshots.")
 DROPPED = counter("gpuscale_watch_dropped_total", "Snapshots that slow subscribers missed.")
 

@@ -67,7 +67,7 @@ video_clock_mhz                      DEV_VIDEO_CLOCK                 Clock of en
 encoder_utilization_percent          DEV_ENC_UTIL                    Use of the encoder.
 decoder_utilization_percent          DEV_DEC_UTIL                    Use of the decoder.
 energy_joules+                       DEV_TOTAL_ENERGY_CONSUMPTION    Energy used since the driver was loaded.
-power_limit_default_watts            DEV_POWER_MGMT_LIMIT_DEF        Power limit of the factory.
+power_limit_default_watts            DEV_POWER_MGMT_LIMIT_DEF        Default power limit.
 power_limit_min_watts                DEV_POWER_MGMT_LIMIT_MIN        Lowest power limit that can be set.
 power_limit_max_watts                DEV_POWER_MGMT_LIMIT_MAX        Highest power limit that can be set.
 pcie_link_generation                 DEV_PCIE_LINK_GEN               Generation of the PCIe link now.
@@ -114,7 +114,7 @@ bar1_free_bytes                      DEV_BAR1_FREE                   Part of BAR
 compute_mode                         DEV_COMPUTE_MODE                Who may compute: 0 all, 1 one thread, 2 nobody, 3 one process.
 persistence_mode                     DEV_PERSISTENCE_MODE            1 where the driver stays loaded.
 ecc_mode                             DEV_ECC_CURRENT                 1 where errors of memory are corrected.
-ecc_mode_pending                     DEV_ECC_PENDING                 1 where they are from the next reboot on.
+ecc_mode_pending                     DEV_ECC_PENDING                 1 where they are after the next reboot.
 power_violation_seconds+             DEV_POWER_VIOLATION             Time in which the power limit held clocks down.
 thermal_violation_seconds+           DEV_THERMAL_VIOLATION           Time in which heat held clocks down.
 sync_boost_violation_seconds+        DEV_SYNC_BOOST_VIOLATION        Time in which sync boost held clocks down.
@@ -136,8 +136,8 @@ memory_available_bytes               Main memory that can be had without swappin
 memory_used_bytes                    Main memory in use.
 swap_total_bytes                     Size of swap.
 swap_used_bytes                      Swap in use.
-cpu_smoothed_percent                 Use of all cores, mean of a window.
-load_1m_per_core=load1_per_core      Load average of 1 minute by cores.
+cpu_smoothed_percent                 Mean use of all cores in a window.
+load_1m_per_core=load1_per_core      Load average of 1 minute per core.
 disk_read_bytes+                     Bytes read from disks.
 disk_written_bytes+                  Bytes written to disks.
 network_received_bytes+              Bytes received.
