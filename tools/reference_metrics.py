@@ -18,7 +18,7 @@ Written by `make docs` from the code. [Metrics](../metrics.md) says where these 
 """
 SERVICES = Path(__file__).resolve().parent.parent / "services"
 SOURCES = {
-    "What else is known of GPUs and nodes": "monitor/exposition/snapshots.py",
+    "Of GPUs and nodes, besides readings": "monitor/exposition/snapshots.py",
     "Of an agent": "monitor/exposition/agent.py",
     "Of the fleet": "monitor/exposition/fleet.py",
     "Of every service, by its name": "common/rpc/meter.py",

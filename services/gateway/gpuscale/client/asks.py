@@ -185,7 +185,7 @@ def job_request(
 
 
 def moving(options: RunOptions) -> dict[str, Any]:
-    """What `on_move` says, as fields of `Orders`; nothing without it. Raises ValueError: it is not as it should be."""
+    """The option `on_move` as fields of `Orders`; empty without it. Raises ValueError: it cannot be parsed."""
     text = options.get("on_move", "")
     try:
         return when_moved(text) if text else {}

@@ -419,7 +419,7 @@ def expect_time(found: allocator_api.Reservation, timeout: float | None, began: 
 
 
 def why_ended(found: allocator_api.Reservation) -> str:
-    """Why a job ended, if that is known and not its command's doing."""
+    """Why a job ended, if that is known and its command did not end by itself."""
     if found.job.state == found.job.STATE_LOST and not found.end_reason:
         return "nobody renewed its lease: its node died or could not reach the services"
     return found.end_reason

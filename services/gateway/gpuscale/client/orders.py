@@ -186,7 +186,7 @@ def started_before(reservation: str) -> FailedPreconditionError:
 
 
 def expect_directory(named: str | None) -> str:
-    """The directory that is named, empty for the current one. Raises FailedPreconditionError: that was deleted."""
+    """The given directory, empty for the current one. Raises FailedPreconditionError: the current one was deleted."""
     if not named and not Path().stat().st_nlink:  # the command would fail once its GPUs are granted
         raise FailedPreconditionError(
             "the current directory was deleted: nothing was reserved; cd to another, or say one with --directory",
@@ -196,7 +196,7 @@ def expect_directory(named: str | None) -> str:
 
 
 def when_moved(text: str) -> dict[str, Any]:
-    """`on_move` and `move_grace` of orders, of a text such as `signal:USR1,grace:120s`. Raises ValueError: it is no such text."""
+    """`on_move` and `move_grace` of orders, from a text such as `signal:USR1,grace:120s`. Raises ValueError: it cannot be parsed."""
     found = re.fullmatch(r"signal:(?:SIG)?(USR1|USR2|HUP|INT|TERM)(?:,grace:(.+))?", text)
     if not found:
         raise ValueError(

@@ -99,17 +99,17 @@ def advice(reservation: allocator_api.Reservation) -> str:
 
 
 def ended_by(one: allocator_api.JobMember) -> str:
-    """Why a member of a job ended; what its exit code often means, where that is all that tells."""
+    """Why a member of a job ended; the usual meaning of its exit code if no reason is known."""
     return one.end_reason or often(one.exit_code) + ", for want of memory" * (one.exit_code == 137)
 
 
 def often(exit_code: int) -> str:
-    """What an exit code often means, `often SIGKILL`; empty where it is just that."""
+    """The usual meaning of an exit code, such as `often SIGKILL`; empty if it has none."""
     return _SIGNALS.get(exit_code, "")
 
 
 def scored(gpu: allocator_api.ReservedGpu) -> str:
-    """What the score of a granted GPU is made of, by weight: `0.6 x memory 0.991 + utilization unknown`."""
+    """The weighted parts of a granted GPU's score: `0.6 x memory 0.991 + utilization unknown`."""
     known = "{0.weight:g} x {0.name} {0.value:.3f}".format
     parts = (known(one) if one.HasField("value") else f"{one.name} unknown" for one in gpu.score.parts)
     return " + ".join(parts)

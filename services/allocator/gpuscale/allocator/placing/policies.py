@@ -137,7 +137,7 @@ def gradients(now: Typical, cpu: Ints, free: Ints, model: Ints, ask: Ask, fits: 
 
 
 def integer_scores(gradient: Floats) -> Floats:
-    """floor(100 / (1 + exp(-gradient / 1000))), by a table, so that it is the same everywhere; -inf where that is."""
+    """floor(100 / (1 + exp(-gradient / 1000))), by a table, so that it is the same on every CPU; -inf stays -inf."""
     return np.where(np.isneginf(gradient), gradient, np.searchsorted(_STEPS, gradient, side="right"))
 
 
@@ -496,7 +496,7 @@ def _fed(known: PolicyFacts, tariff: Tariff) -> Any:
 
 
 def _drop(ask: Ask, known: PolicyFacts, tariff: Tariff) -> Any:
-    """How much less GPU of the node will be without CPU to feed it; 0 for an ask that says nothing of CPU."""
+    """How much less GPU of the node will be without CPU to feed it; 0 for an ask without CPU."""
     if not ask.cpu_milli or not tariff.cpu_per_gpu:
         return 0.0 * known.gpu
     before = known.gpu - known.cpu / tariff.cpu_per_gpu

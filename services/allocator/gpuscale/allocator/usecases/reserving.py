@@ -173,7 +173,7 @@ class Waiting:
                     if now < quiet:
                         await asyncio.wait([entry.granted], timeout=quiet - now)
                         continue
-                    # Who is served is answered first, and may yet be taken back.
+                    # The grant being written is answered first; if that fails, places change back.
                     if told and self._served and not self._served.known:
                         with suppress(TimeoutError):
                             async with asyncio.timeout_at(until):
@@ -275,7 +275,7 @@ class Waiting:
         return True
 
     def _ring(self, moved: Iterable[model.Waiter], *, new: bool = False) -> None:
-        """Wake those who watch a place with news, or the `new` ones of them: the others once who is served is answered."""
+        """Wake the watchers of waiters whose place has news; with `new`, only those that were never woken."""
         for waiter in moved:
             waits, place = self._entries.get(waiter.order.request_id), waiter.place
             if waits and place and not (new and waits.rung) and _is_news(place, waits.rung):

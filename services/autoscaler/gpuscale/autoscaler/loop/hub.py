@@ -130,7 +130,7 @@ class Followers:
         self.some = asyncio.Event()
 
     def looked(self, endpoint: str) -> None:
-        """The endpoint was looked at: anything of it may have changed, and is on disk."""
+        """Note a look at the endpoint, after which any field of it may have changed, on disk."""
         self.looked_at.add(endpoint)
         self.some.set()
 

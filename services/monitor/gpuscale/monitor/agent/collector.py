@@ -167,7 +167,7 @@ T = TypeVar("T")
 
 
 class Broadcast(Generic[T]):
-    """Hands the newest value to each of its `followers` as fast as that reads. `dropped` counts values that they missed."""
+    """Hands each of its `followers` the newest value whenever it is ready for one. `dropped` counts values that they missed."""
 
     def __init__(self) -> None:
         self._newest: list[T] = []
