@@ -11,7 +11,6 @@ Pareto distribution (Lindy's law). The numbers were fitted on the first half of 
 from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from itertools import accumulate, groupby
 from math import exp, log
@@ -51,8 +50,7 @@ class Kin(NamedTuple):
     milli: int
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """The likely remaining seconds, and a range that contains three of five cases."""
 
     low: float
@@ -66,7 +64,7 @@ class Span:
 
 
 _Circle: TypeAlias = tuple[str, ...]
-_Profile: TypeAlias = tuple[int, Sequence[float], Sequence[float], Sequence[float]]
+_Profile: TypeAlias = tuple[int, Sequence[float], Sequence[float], Sequence[float], dict[int, list[float]]]
 
 
 class Durations:
@@ -101,7 +99,7 @@ class Durations:
         self._learn()
         if self._count < ENOUGH:
             return None
-        # Logarithms of samples, shortest first, the cumulative sums of their weights, and the samples.
+        # Logarithms of samples, shortest first, the cumulative sums of their weights, the samples, and quantiles by place.
         known = self._profiles.get(kin)
         if known is None or self._count - known[0] >= STALE:
             points: list[tuple[float, float]] = []
@@ -114,14 +112,16 @@ class Durations:
             if len(self._profiles) >= MOST:
                 self._profiles.clear()
             sums, found = [*accumulate(weight for _, weight in points)], [one for one, _ in points]
-            known = self._profiles[kin] = self._count, found, sums, [*map(exp, found)]
-        _, logs, weights, lengths = known
+            known = self._profiles[kin] = self._count, found, sums, [*map(exp, found)], {}
+        _, logs, weights, lengths, quantiles = known
         at = bisect_right(logs, log(age)) if age >= 1 else 0
         if at == len(logs):
             return Span(*[age * ((1 - part) ** (-1 / TAIL) - 1) for part in (LOW, 0.5, HIGH)])
-        before, last = weights[at - 1] if at else 0.0, len(logs) - 1
-        wanted = [before + part * (weights[last] - before) for part in (LOW, 0.5, HIGH)]
-        return Span(*[lengths[min(bisect_right(weights, one), last)] - age for one in wanted])
+        if (ends := quantiles.get(at)) is None:
+            before, last = weights[at - 1] if at else 0.0, len(logs) - 1
+            wanted = [before + part * (weights[last] - before) for part in (LOW, 0.5, HIGH)]
+            ends = quantiles[at] = [lengths[min(bisect_right(weights, one), last)] for one in wanted]
+        return Span(ends[0] - age, ends[1] - age, ends[2] - age)
 
 
 def kin_of(one: Reservation) -> Kin:
