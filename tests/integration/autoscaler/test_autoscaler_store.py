@@ -17,9 +17,10 @@ from sqlmodel import SQLModel
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.domain.decisions import Decision
 from gpuscale.autoscaler.domain.replicas import Goal, Replica, ReplicaState, revoked
-from gpuscale.autoscaler.domain.signals import QueueReading
+from gpuscale.autoscaler.domain.signals import EndpointPast, QueueReading
 from gpuscale.autoscaler.loop import reconciler
 from gpuscale.autoscaler.loop.hub import Wakes
+from gpuscale.autoscaler.loop.reconciler import PassFacts, come_to, read_known, run_pass
 from gpuscale.autoscaler.servicers import endpoints as endpoint_changes
 from gpuscale.autoscaler.state import decision_log, store
 from gpuscale.autoscaler.state.decision_log import DecisionLog, Repetitions
@@ -31,7 +32,7 @@ from gpuscale.common.store.sqlite_store import Sqlite
 from gpuscale.common.store.store import Prepared, Store, _Worker
 from gpuscale.common.wire import TimeRange, enum_word, to_datetime
 from tests.support.autoscaler_app import FakeWatchers, running, scaling
-from tests.support.autoscaler_values import NOW, WALL, endpoint, lease, replica, spec, up
+from tests.support.autoscaler_values import AT, NOW, WALL, endpoint, lease, replica, spec, up
 from tests.support.clock import ManualClock
 from tests.support.fake_allocator import FakeAllocator, serving
 from tests.support.postgresql import PostgresServer
@@ -72,6 +73,19 @@ async def test_endpoints_and_rule_changes(state: Store) -> None:
     assert await state.read(changes) == {"up": 9.0, "x": 9.0}
     await state.write(partial(store.remove_endpoint, endpoint_id="e"))
     assert (await state.read(store.endpoints), await state.read(changes)) == ([], {})
+
+
+async def test_an_endpoint_is_removed_by_no_pass_that_did_not_foresee_it(state: Store) -> None:
+    """Else it is gone before its watchers are free."""
+    facts, removed = PassFacts(AT, EndpointPast(), evaluate=False, repeated=None), list[bool]()
+    for before in (False, True):
+        await state.write(partial(store.save_endpoint, one=endpoint(desired=0, deleting=before)))
+        known = await state.read(partial(read_known, endpoint_id="e", before=None))
+        assert known
+        await state.write(partial(store.save_endpoint, one=endpoint(desired=0, deleting=True)))
+        work = partial(run_pass, endpoint_id="e", facts=facts, tried=come_to(known, facts))
+        removed.append(await state.write(work) is None)
+    assert (removed, await state.read(store.endpoints)) == ([False, True], [])
 
 
 async def test_an_update_keeps_what_rules_made_of_the_count_meanwhile(state: Store) -> None:

@@ -532,7 +532,7 @@ def run_pass(
         return None
     passed = tried if tried is not None and tried.known == known else come_to(known, facts)
     known = passed.known
-    if passed.gone:
+    if passed.gone and passed is tried:  # else in the next one, once its watchers are free
         store.remove_endpoint(connection, endpoint_id)
         store.remove_replicas(connection, endpoint_id)
         decision_log.remove_decisions(connection, endpoint_id)
