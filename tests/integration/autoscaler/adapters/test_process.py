@@ -140,12 +140,12 @@ async def test_replicas_run_as_a_user_of_their_own_without_the_adapters_rights(t
     ):
         await autoscaler.run(ONE, "family")
         report = await autoscaler.shows(ONE, READY)
+        await eventually(lambda: len(processes_of(ONE)) >= 3)  # it is the program itself by then
         status = Path(f"/proc/{report.pid}/status").read_text()
         nobody = pwd.getpwnam("nobody")
         assert f"Uid:\t{nobody.pw_uid}\t{nobody.pw_uid}\t{nobody.pw_uid}" in status
         assert f"Gid:\t{nobody.pw_gid}\t{nobody.pw_gid}\t{nobody.pw_gid}" in status
         assert all(f"Cap{kind}:\t0000000000000000" in status for kind in ("Inh", "Prm", "Eff", "Amb"))
-        await eventually(lambda: len(processes_of(ONE)) >= 3)
         await autoscaler.stop(ONE)
         assert (await autoscaler.shows(ONE, STOPPED)).exit_code == 3
         assert not processes_of(ONE)
