@@ -150,9 +150,8 @@ def test_a_slider_tells_what_an_endpoint_would_do_and_a_decision_its_stages(
         page.get_by_text("times: Asia/Calcutta").or_(page.get_by_text("times: Asia/Kolkata")).wait_for()
         cell = page.locator("tbody td[title$=' UTC']").first
         cell.wait_for()
-        said, shown = cell.evaluate(
-            "one => [one.title, one.innerText]"
-        )  # at once: a new row may take its place
+        # At once: a new row may take its place.
+        said, shown = cell.evaluate("one => [one.title, one.innerText]")
         ahead = page.evaluate("([utc, local]) => Date.parse(local + 'Z') - Date.parse(utc.replace(' UTC', 'Z'))", [said, shown])  # fmt: skip
         assert ahead == 5.5 * 3600 * 1000, (said, shown)
         slider = page.get_by_role("slider", name="in-flight")

@@ -65,9 +65,8 @@ async def test_promises_hold_through_kills_pauses_and_steps_of_the_wall_clock(tm
         place.launcher.look = 0.3
         history = await tormented(place, KILLS, Random(SEED))
         assert history.violations() == []
-        await eventually(
-            lambda: place.client.reserve(ttl=TTL), retry_on=(ResourceExhaustedError,)
-        )  # it runs out
+        # It runs out.
+        await eventually(lambda: place.client.reserve(ttl=TTL), retry_on=(ResourceExhaustedError,))
         everything = await eventually(
             lambda: place.client.reserve(4, member_count=2), retry_on=(ResourceExhaustedError,)
         )

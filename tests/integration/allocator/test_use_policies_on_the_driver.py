@@ -268,9 +268,8 @@ async def test_an_outsider_is_told_of_and_killed_only_where_that_is_opted_in_and
             command = [sys.executable, "-m", "gpuscale.monitor.killer", "--socket", str(place), *words]
             with log.open("w") as file:
                 started.append(subprocess.Popen(command, stderr=file))
-            await eventually(
-                lambda: "serving user" in log.read_text()
-            )  # until then the mute one's socket is there
+            # Until then the socket is the mute one's.
+            await eventually(lambda: "serving user" in log.read_text())
             taken.clear()
             await eventually(taken.is_set)
             spec.active = False

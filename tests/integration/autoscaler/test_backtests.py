@@ -35,19 +35,12 @@ def policies(*names: str) -> api.BacktestSpec:
 def parts(
     spec: api.BacktestSpec, workload: api.Workload, size: int = 100_000, **more: Any
 ) -> list[api.CreateBacktestRequest]:
-    first = api.CreateBacktestRequest(spec=spec, **{"request_id": str(uuid.uuid4()), **more})
-    return [
-        first,
-        *(
-            api.CreateBacktestRequest(
-                workload=api.Workload(
-                    arrivals=workload.arrivals[begin : begin + size],
-                    service_seconds=workload.service_seconds[begin : begin + size],
-                )
-            )
-            for begin in range(0, len(workload.arrivals), size)
-        ),
-    ]
+    messages = [api.CreateBacktestRequest(spec=spec, **{"request_id": str(uuid.uuid4()), **more})]
+    for begin in range(0, len(workload.arrivals), size):
+        of = slice(begin, begin + size)
+        work = api.Workload(arrivals=workload.arrivals[of], service_seconds=workload.service_seconds[of])
+        messages.append(api.CreateBacktestRequest(workload=work))
+    return messages
 
 
 async def flowing(messages: list[api.CreateBacktestRequest]) -> AsyncIterator[api.CreateBacktestRequest]:
@@ -63,10 +56,9 @@ async def create(asked: Asking, messages: list[api.CreateBacktestRequest]) -> ap
 
 
 async def get(asked: Asking, name: str) -> api.Backtest:
+    request = api.GetBacktestRequest(name=name)
     with rpc_errors():
-        return (
-            await asked.backtests.GetBacktest(api.GetBacktestRequest(name=name), timeout=TIMEOUT)
-        ).backtest
+        return (await asked.backtests.GetBacktest(request, timeout=TIMEOUT)).backtest
 
 
 async def reports(asked: Asking, name: str) -> list[api.BacktestReport]:

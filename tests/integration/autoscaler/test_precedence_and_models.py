@@ -112,9 +112,8 @@ async def test_a_lower_endpoint_gives_way_down_to_its_min_and_nobody_else_gets_i
         assert {(row.end_reason, row.reason) for row in ended} == {
             (REPLICA.END_REASON_PREEMPTED, "gives way to endpoints/chat (priority 10)")
         }
-        await one.said(
-            BATCH, "NO_CAPACITY"
-        )  # after its hold it wants more again, and takes nothing from the higher one
+        # After its hold it wants more again, and takes nothing from the higher one.
+        await one.said(BATCH, "NO_CAPACITY")
         assert len(await one.running(CHAT)) == 2
 
         await one.autoscaler.delete(CHAT)

@@ -245,9 +245,8 @@ async def test_bytes_that_are_no_message(kind: Kind) -> None:
         return kind.response
 
     streams, good = kind.name.startswith("stream"), kind.request.SerializeToString()
-    no_text = (
-        b"\x0a\x04\x0a\x02\xc3\x28" if streams else b"\x0a\x02\xc3\x28"
-    )  # of a stream it is one level down
+    # Of a stream it is one level down.
+    no_text = b"\x0a\x04\x0a\x02\xc3\x28" if streams else b"\x0a\x02\xc3\x28"
     async with served(kind, work) as channel:
         for payload in (b"\xff\xff\xff\xff\xff", b"\x0a\x7fshort", no_text, nested(200)):
             for before in ([], [good] * 2) if streams else ([],):

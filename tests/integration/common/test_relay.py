@@ -251,10 +251,8 @@ async def test_two_that_take_each_other_for_the_leader_forward_once(tmp_path: Pa
     async with AsyncExitStack() as stack:
         addresses, relays = list[str](), list[Relay]()
         for name in ("first", "second"):
-            server, methods = (
-                Server(ServerOptions(), Authenticator()),
-                LeaderMethods(SERVICES, lambda: not_leader("")),
-            )
+            server = Server(ServerOptions(), Authenticator())
+            methods = LeaderMethods(SERVICES, lambda: not_leader(""))
             other = Relay(SERVICES, open_channel)
 
             def divert(details: Any, *, name: str = name, other: Relay = other) -> Any:
@@ -278,10 +276,8 @@ async def test_two_that_take_each_other_for_the_leader_forward_once(tmp_path: Pa
 async def test_a_call_that_comes_while_another_takes_the_lead_may_be_made_again() -> None:
     relay = Relay(SERVICES, open_channel)
     async with AsyncExitStack() as stack:
-        server, methods = (
-            Server(ServerOptions(), Authenticator()),
-            LeaderMethods(SERVICES, lambda: not_leader("")),
-        )
+        server = Server(ServerOptions(), Authenticator())
+        methods = LeaderMethods(SERVICES, lambda: not_leader(""))
         found: list[Any] = []
 
         def divert(details: Any) -> Any:

@@ -178,9 +178,7 @@ def test_a_key_of_another_certificate(tmp_path: Path) -> None:
 
 
 async def test_a_client_file_that_is_missing(tmp_path: Path) -> None:
-    (tmp_path / "list.crt").write_text(
-        "no certificate\n"
-    )  # gRPC itself takes it, and then connects to no server
+    (tmp_path / "list.crt").write_text("no certificate\n")  # gRPC takes it, and then connects to no server
     for file in ("no-such.pem", "list.crt"):
         with pytest.raises(errors.FailedPreconditionError, match=file) as caught:
             open_channel("127.0.0.1:1", tls=ClientTls(tmp_path / file))

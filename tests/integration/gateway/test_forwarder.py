@@ -327,9 +327,8 @@ async def test_an_upstream_that_is_killed_in_the_middle() -> None:
 
 @pytest.mark.parametrize("path", [f"/{FLEET}/NoSuchMethod", "/no.such.Service/Method"])
 async def test_an_unknown_method(chain: Chain, path: str) -> None:
-    assert (
-        await failure(chain.through.unary_unary(path)(b"", timeout=60))
-    ).code() is grpc.StatusCode.UNIMPLEMENTED
+    error = await failure(chain.through.unary_unary(path)(b"", timeout=60))
+    assert error.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 async def test_nothing_is_left_when_the_upstream_ends_first(chain: Chain) -> None:
