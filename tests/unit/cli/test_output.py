@@ -293,6 +293,10 @@ def test_a_wait_that_should_be_over_is_not_estimated() -> None:
     low, likely, high = (Duration(seconds=one) for one in (0, 9, 99))
     waits = QueuePlace(estimated_wait=likely, estimated_wait_low=low, estimated_wait_high=high)
     assert (estimate(waits, 3), estimate(waits, 9)) == ("about 6 s, 0 s to 96 s", "")
+    sure = QueuePlace(
+        estimated_wait=likely, estimated_wait_low=likely, estimated_wait_high=Duration(seconds=9, nanos=9)
+    )
+    assert estimate(sure, 3) == "about 6 s", "and not 6 s to 6 s"
 
 
 def test_an_exit_code_that_a_signal_gives_says_which_it_often_is() -> None:

@@ -133,7 +133,8 @@ def estimate(waits: allocator_api.QueuePlace | allocator_api.Job, gone: float = 
         return ""
     if low is None or high is None:
         return f"{_about(left - gone)} unless leases are renewed"
-    return f"about {_about(left - gone)}, {_about(low - gone)} to {_about(high - gone)}"
+    about, least, most = (_about(one - gone) for one in (left, low, high))
+    return f"about {about}" if least == most else f"about {about}, {least} to {most}"
 
 
 def _about(seconds: float) -> str:
