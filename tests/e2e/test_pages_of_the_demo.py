@@ -168,6 +168,16 @@ def test_a_slider_tells_what_an_endpoint_would_do_and_a_decision_its_stages(
         page.get_by_text("combine", exact=True).wait_for()
 
 
+def test_an_endpoint_that_is_not_there_cannot_be_acted_on(browser: Browser, link_file: Path) -> None:
+    with page_of(browser) as page:
+        site = come(page, link_file, "/endpoints/chat")
+        page.get_by_role("button", name="pause").wait_for()
+        page.goto(f"{site}/endpoints/chatt")
+        page.get_by_text("no such endpoint").wait_for()
+        page.wait_for_function("window.did_handshake")
+        assert page.get_by_role("button", name="pause").count() == 0
+
+
 def test_a_log_is_read_where_a_replica_is(browser: Browser, link_file: Path) -> None:
     with page_of(browser) as page:
         site = come(page, link_file, "/endpoints/chat")

@@ -101,7 +101,7 @@ def endpoint_acts(site: DashboardSite, found: Callable[[], autoscaler_api.Endpoi
         return
     known = found() or autoscaler_api.Endpoint()
     groups = [one.id for one in known.spec.capability_sets]
-    with ui.row().classes("items-center"):
+    with ui.row().classes("items-center") as row:
         group = ui.select(groups or [""], value=groups[0] if groups else "", label="capability set")
         group.props("dense").set_visibility(bool(groups))
         # The current number is no order, so that a stray click removes nothing.
@@ -123,6 +123,7 @@ def endpoint_acts(site: DashboardSite, found: Callable[[], autoscaler_api.Endpoi
 
     def show() -> None:
         one = found()
+        row.set_visibility(one is not None)
         pause.text = "resume" if one is not None and one.spec.paused else "pause"
 
     live(site.facts, show)
