@@ -34,6 +34,13 @@ def test_an_enum_is_words_and_a_value_from_the_future_its_number() -> None:
     assert humanize.word(node, "state") == "99"
 
 
+def test_abbreviations_and_the_words_of_a_reason_keep_their_capitals() -> None:
+    event = monitor_api.HealthEvent(recommended_action="RECOMMENDED_ACTION_RESET_GPU")
+    assert humanize.word(event, "recommended_action") == "reset GPU"
+    shown = [humanize.state(one) for one in ("OK,CORDONED", "QUARANTINED: XID 79, since noon")]
+    assert shown == ["ok,cordoned", "quarantined: XID 79, since noon"]
+
+
 def test_what_fails_alike_is_named_together() -> None:
     found = {"nodes": "nothing answers", "health": "nothing answers", "endpoints": "refused"}
     assert humanize.problems(found) == "endpoints: refused; health, nodes: nothing answers"

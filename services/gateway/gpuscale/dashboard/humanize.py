@@ -17,6 +17,10 @@ _SPANS = (("d", 86400), ("h", 3600), ("min", 60))
 WORTH: Mapping[str, float] = dict(_UNITS) | dict(_SPANS)
 """The size of each unit, in the smallest of its kind."""
 
+_TERMS = ("GPU", "SM", "PCIe", "NVLink", "NVSwitch", "ECC", "XID", "CRC", "BAR1", "vGPU")
+WRITTEN: Mapping[str, str] = {term.lower(): term for term in _TERMS}
+"""How words are written that are not in lower case."""
+
 
 def known(message: Message, field: str) -> float | None:
     """The number in an optional field; None if it is absent."""
@@ -82,7 +86,14 @@ def ago(time: Timestamp, until: datetime | None = None) -> str:
 
 def word(message: Message, field: str) -> str:
     """An enum field in words: `reset required` for GPU_STATE_RESET_REQUIRED; a newer server's value is its number."""
-    return enum_word(message, field).lower().replace("_", " ") or "unspecified"
+    words = enum_word(message, field).lower().split("_")
+    return " ".join(WRITTEN.get(word, word) for word in words) or "unspecified"
+
+
+def state(text: str) -> str:
+    """A state in lower case, and the reason behind it as it is: `quarantined: XID 48`."""
+    word, colon, reason = text.partition(":")
+    return f"{word.lower()}{colon}{reason}"
 
 
 def problems(found: Mapping[str, str]) -> str:

@@ -58,7 +58,7 @@ GPUS = ResourceTable[GpuSummary](
     uuid=("", lambda gpu: gpu.uuid),
     gpu=("GPU", lambda gpu: gpu.label),
     gpu_to=("", lambda gpu: f"/gpus/{gpu.node}/{gpu.uuid}"),
-    state=("state", lambda gpu: gpu.state.lower()),
+    state=("state", lambda gpu: humanize.state(gpu.state)),
     util=("utilization", lambda gpu: humanize.number(gpu.utilization, "%")),
     held=("reserved by", lambda gpu: ", ".join(map(names.short_holder, gpu.holders))),
     memory=("memory", lambda gpu: f"{humanize.size(gpu.memory_used)} / {humanize.size(gpu.memory_total)}"),
@@ -376,7 +376,6 @@ TOPICS: Mapping[str, tuple[str, ...]] = {
 }
 """Prefixes of the readings of each topic; a reading belongs to the first topic that matches."""
 _LEFT_OUT = {"throttle_reason_mask", "processes", "absent_readings", "age"}
-_WORDS = {word.lower(): word for word in ("SM", "PCIe", "NVLink", "ECC", "CRC", "BAR1", "vGPU")}
 _UNITS: Mapping[str, Callable[[Any], str]] = {
     "bytes": humanize.size,
     "bytes per second": lambda rate: f"{humanize.size(rate)}/s",
@@ -409,7 +408,7 @@ def by_topic(read: types_api.GpuReading) -> dict[str, list[Row]]:
         else:
             shown = humanize.word(reading, field.name) if field.enum_type else _UNITS.get(unit, str)(value)
         rate = " rate" if unit.endswith("second") else ""
-        words = [_WORDS.get(word, word) for word in (name.removesuffix(unit) + rate).split()]
+        words = [humanize.WRITTEN.get(word, word) for word in (name.removesuffix(unit) + rate).split()]
         found[topic].append({"reading": " ".join(words), "value": shown})
     return found
 

@@ -164,7 +164,7 @@ def gpu_page(site: DashboardSite, node: str, uuid: str) -> None:
             return
         head.text = f"{found.label} · {found.model} · {uuid}" + (" · simulated" if found.simulated else "")
         tiles.show(
-            state=found.state.lower(),
+            state=humanize.state(found.state),
             utilization=humanize.number(found.utilization, "%"),
             memory=humanize.part(found.memory_used, found.memory_total),
             temperature=humanize.number(found.temperature, "°C"),
