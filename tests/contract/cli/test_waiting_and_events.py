@@ -101,6 +101,17 @@ def test_a_job_that_had_ended_is_not_said_to_be_stopped(
     job.end_time.GetCurrentTime()
     world.things[job.name] = job
     assert ctl("stop", "job", "r1").out == f"reservations/r1 {told}\n"
+    world.things["reservations/r2"] = other = deepcopy(job)
+    other.name = "reservations/r2"
+    ran = ctl("stop", "job", "r1", "reservations/r2")
+    assert (ran.code, ran.out) == (0, f"reservations/r1 {told}\nreservations/r2 {told}\n")
+    assert [
+        one["name"] for one in json.loads(ctl("stop", "r1", "reservations/r2", "-o", "json").out)["jobs"]
+    ] == [job.name, other.name]
+    ran = ctl("stop", "r1", "r3")
+    assert (ran.code, ran.out, "nothing was changed" in ran.err) == (3, "", True), (
+        "a loop's last name was mistyped"
+    )
 
 
 @pytest.mark.parametrize(

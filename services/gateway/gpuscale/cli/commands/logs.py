@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Final
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.cli.console import cells, lookup
+from gpuscale.cli.console.bulk import Done, say_each
 from gpuscale.cli.console.command import Session, command, names, one_name
 from gpuscale.cli.console.errors import leave
-from gpuscale.cli.console.terminal import Progress, note, write_lines
+from gpuscale.cli.console.output import to_dict
+from gpuscale.cli.console.terminal import Progress, note
 from gpuscale.cli.grammar.nouns import canonical, full_name, without_noun
 from gpuscale.cli.grammar.parameters import COUNT, option
 from gpuscale.cli.views import allocator as views
@@ -76,16 +78,17 @@ def attach(session: Session, name: str) -> None:
 
 
 @command("stop job r3fa7kq2vnb4d")
-@one_name("jobs")
-def stop(session: Session, name: str) -> None:
-    """Stop a detached job on all its nodes: SIGTERM, and SIGKILL 10 s later; then release its GPUs."""
-    with session.connect() as client:
-        found = find(client, name).stop()
-    if session.output.human:
+@names("jobs")
+def stop(session: Session, name: tuple[str, ...]) -> None:
+    """Stop detached jobs on all their nodes: SIGTERM, and SIGKILL 10 s later; then release their GPUs."""
+
+    def act(client: "Client", typed: str) -> Done:
+        found = find(client, typed).stop()
         state = cells.word(found.job, "state")
-        write_lines([f"{found.name} {'stopped' if state == 'STOPPED' else f'had ended: {state}'}"])
-    else:
-        session.output.write_one(found, views.JOBS)
+        said = "stopped" if state == "STOPPED" else f"had ended: {state}"
+        return Done(found.name, f"{found.name} {said}", to_dict(found))
+
+    say_each(session, views.JOBS.key, name, act, find)
 
 
 def find(client: "Client", typed: str) -> "Job":
