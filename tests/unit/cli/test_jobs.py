@@ -14,7 +14,7 @@ from typing import Any, Self
 import pytest
 
 from gpuscale.api.allocator import v1 as api
-from gpuscale.cli.commands import detached_jobs, holding, processes, supervise
+from gpuscale.cli.commands import detached_jobs, holding, processes, run, supervise
 from gpuscale.client import jobs, over_ssh
 from gpuscale.client.orders import GREETING, Orders, shown
 from gpuscale.client.over_ssh import Member
@@ -345,6 +345,26 @@ def test_ssh_tries_again_where_a_host_turns_it_away_before_it_says_who_it_is(
         assert over_ssh.supervise_all(made, stdout=1, patience=60.0) == [0]
     assert log.read_text().count("\n") == tries
     assert capfd.readouterr() == (("done\n", "warned\n") if times < tries else ("", ""))
+
+
+@pytest.mark.parametrize(
+    ("reason", "said"),
+    [("CONNECTION_LOST", "the command is stopped"), ("NO_SUPERVISOR", "nothing was started")],
+)
+def test_who_ends_a_command_elsewhere_is_not_told_of_a_lost_connection(
+    reason: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The signal ends ssh, which is how the command is stopped."""
+
+    def lost(*_: object, **__: object) -> int:
+        signal.raise_signal(signal.SIGTERM)
+        raise UnavailableError("the connection to beta ended", reason=reason)
+
+    monkeypatch.setattr(jobs, "supervise", lost)
+    orders = Orders(**{**NO_TEXTS, "node": "beta"})
+    how: Any = {"forward": (), "stdout": None, "recorded": lambda _: nullcontext(), "once": True}
+    assert run._start(None, api.Reservation(), [orders], None, **how) == 143
+    assert capsys.readouterr().err == f"gpuscalectl run: SIGTERM: {said} on beta\n"
 
 
 def test_ctrl_z_says_how_long_the_lease_lasts_that_is_not_renewed_meanwhile(

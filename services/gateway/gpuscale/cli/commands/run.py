@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
+from signal import Signals
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -20,8 +21,8 @@ from gpuscale.cli.console.errors import leave
 from gpuscale.cli.console.terminal import TERMINAL, note, note_of_run, write_lines
 from gpuscale.cli.grammar.parameters import Parsed, option, repeated, takes
 from gpuscale.client.orders import Orders, expect_directory, when_moved
-from gpuscale.client.over_ssh import EarlyStart, supervised
-from gpuscale.common.errors import GpuscaleError, InvalidArgumentError
+from gpuscale.client.over_ssh import OF_SIGNAL, EarlyStart, supervised
+from gpuscale.common.errors import GpuscaleError, InvalidArgumentError, UnavailableError
 
 if TYPE_CHECKING:
     from gpuscale.api.allocator.v1 import Reservation
@@ -193,15 +194,24 @@ def _start(
     from gpuscale.client.jobs import supervise
 
     with recorded(reservation), Forwarding() as signals:
-        return supervise(
-            client,
-            reservation,
-            members,
-            stdout=1 if stdout is None else stdout,
-            once=once,
-            environment=TERMINAL.callers_environment(),
-            on_start=signals.to,
-        )
+        try:
+            return supervise(
+                client,
+                reservation,
+                members,
+                stdout=1 if stdout is None else stdout,
+                once=once,
+                environment=TERMINAL.callers_environment(),
+                on_start=signals.to,
+            )
+        except UnavailableError as error:  # ssh, which a signal ends first
+            if not signals.ending or first.detached:
+                raise
+            began = "the command is stopped" if error.reason == "CONNECTION_LOST" else "nothing was started"
+            note(
+                f"gpuscalectl run: {Signals(signals.ending).name}: {began} on {', '.join(one.node for one in made)}"
+            )
+            return OF_SIGNAL + signals.ending
 
 
 def _moved(client: "Client", ran: Orders) -> "Reservation | None":
