@@ -16,7 +16,7 @@ from math import isnan
 from operator import mul
 from struct import Struct
 from sys import byteorder
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from gpuscale.monitor.model.metrics import ABSENT
 
@@ -82,13 +82,9 @@ class Rows(NamedTuple):
     def pop(self, width: int) -> Bucket:
         """Remove the newest bucket, of `width` metrics, and return it."""
         bucket = Bucket(self.mins[-width:], self.means[-width:], self.maxs[-width:], self.counts[-width:])
-        del (
-            self.numbers[-1],
-            self.mins[-width:],
-            self.means[-width:],
-            self.maxs[-width:],
-            self.counts[-width:],
-        )
+        del self.numbers[-1]
+        for column in self[1:]:
+            del column[-width:]
         return bucket
 
 
@@ -138,12 +134,12 @@ class Ring:
     @property
     def first(self) -> int | None:
         """Number of the oldest bucket; None without one."""
-        return self._number(self._oldest) if len(self) else None
+        return self._number(self._oldest) if self._packed or self._numbers else None
 
     @property
     def last(self) -> int | None:
         """Number of the newest bucket; None without one."""
-        return self._number((self._oldest or len(self)) - 1) if len(self) else None
+        return self._number(self._oldest - 1) if self._packed or self._numbers else None
 
     def append(self, number: int, bucket: Bucket) -> None:
         """Append a newer bucket."""
@@ -191,22 +187,25 @@ class Ring:
 
     def merged(self, count: int) -> Bucket:
         """The newest `count` buckets merged into one."""
-        width, stop, size = self._width, self._oldest or len(self), len(self)
+        width, packed, stop = self._width, self._packed, self._oldest or len(self)
         begin = stop - count
-        if self._packed is None:
+        if packed is None:
             before = self._values[begin * width :] if begin < 0 else _NO_VALUES
             values = (before + self._values[max(begin, 0) * width : stop * width]).tolist()
             if not isnan(sum(values)):
                 columns = [values[metric::width] for metric in range(width)]
                 middles = [sum(column) / count for column in columns]
                 return Bucket(list(map(min, columns)), middles, list(map(max, columns)), [count] * width)
-        _, mins, means, maxs, counts = rows = self._part(size + min(begin, 0), size)
-        rows.extend(self._part(max(begin, 0), stop))
-        found = [
-            _merged_column(mins[at::width], means[at::width], maxs[at::width], counts[at::width])
-            for at in range(width)
-        ]
-        return Bucket(*zip(*found, strict=True))
+        cells: Sequence[Sequence[Any]]
+        if isinstance(packed, bytearray):
+            each = row_bytes(width)
+            held = (packed[begin * each :] if begin < 0 else b"") + packed[max(begin, 0) * each : stop * each]
+            _, *cells = zip(*_form(width).iter_unpack(held), strict=True)
+        else:
+            rows = self.rows(self._number(begin))
+            cells = [column[metric::width] for column in rows[1:] for metric in range(width)]
+        kinds = (cells[at : at + width] for at in range(0, 4 * width, width))
+        return Bucket(*zip(*map(_merged_column, *kinds), strict=True))
 
     def rows(self, first: int) -> Rows:
         """A copy of the buckets from number `first` on."""
@@ -276,7 +275,8 @@ class Ring:
 
     def restore(self, rows: Rows) -> None:
         """Keep the newest of these buckets, which become its own, and no others."""
-        self._packed, self._oldest, self._numbers, self._values = rows, 0, _NO_NUMBERS, _NO_VALUES
+        self._packed = rows if rows.numbers else None
+        self._oldest, self._numbers, self._values = 0, _NO_NUMBERS, _NO_VALUES
         self.shorten(self._capacity)
 
     def shorten(self, capacity: int) -> None:
@@ -301,15 +301,15 @@ class Ring:
 
 
 def _merged_column(
-    mins: "array[float]", means: "array[float]", maxs: "array[float]", counts: "array[int]"
+    mins: Sequence[float], means: Sequence[float], maxs: Sequence[float], counts: Sequence[int]
 ) -> tuple[float, float, float, int]:
     """One metric of several buckets, merged; NaN and 0 without samples."""
     total = sum(counts)
     if not total:
         return ABSENT, ABSENT, ABSENT, 0
     if 0 in counts:  # the values beside it are NaN
-        mins, means, maxs = (array("f", compress(values, counts)) for values in (mins, means, maxs))
-        counts = array("H", filter(None, counts))
+        mins, means, maxs = (list(compress(values, counts)) for values in (mins, means, maxs))
+        counts = list(filter(None, counts))
     mean = sum(map(mul, means, counts)) / total
     return min(mins), mean, max(maxs), min(total, MOST_COUNTED)
 
