@@ -28,8 +28,8 @@ from gpuscale.monitor.model.metrics import (
 
 _ARRAY_SLACK = 1.125
 """How much more memory an array takes than its content, at most."""
-_MOST_WAITING = 16
-"""How many samples wait at most."""
+_MOST_WAITING = 61
+"""How many samples wait at most. Of thousands of GPUs all memory is cold when it is touched: better once a minute than often."""
 TURNS = _MOST_WAITING - 1
 """Series take turns in moving their samples, one per step of the finest tier, so that they do not all do so at once."""
 
