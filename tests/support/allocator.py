@@ -88,6 +88,11 @@ class Client:
         with rpc_errors():
             return (await self.stub.GetReservation(request, timeout=self.timeout)).reservation
 
+    async def ended(self, one: Reservation) -> Reservation | None:
+        """The reservation once it has ended."""
+        found = await self.get(one.name)
+        return None if found.state == Reservation.STATE_ACTIVE else found
+
     async def page(self, **fields: object) -> allocator_api.ListReservationsResponse:
         request = allocator_api.ListReservationsRequest(**fields)
         with rpc_errors():

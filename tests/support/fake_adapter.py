@@ -10,6 +10,7 @@ import grpc
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.common.rpc.channel import ClientTls, open_channel
+from gpuscale.common.runtime.tasks import wait_at_most
 from gpuscale.internal.autoscaler import v1 as autoscaler_internal
 
 State = api.Replica.State
@@ -143,9 +144,7 @@ class FakeAdapter:
                 revision = self._revision if self.acknowledges else 0
                 report = autoscaler_internal.Report(revision=revision, replicas=replicas)
                 await stream.write(autoscaler_internal.ConnectRequest(report=report))
-            with suppress(TimeoutError):
-                async with asyncio.timeout(0.5):
-                    await self._changed.wait()
+            await wait_at_most(self._changed, 0.5)
 
     def _answer(self, question: autoscaler_internal.LogQuestion) -> None:
         if self.mute:

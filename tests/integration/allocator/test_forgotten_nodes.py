@@ -51,7 +51,7 @@ async def test_what_is_held_on_it_is_lost_and_then_it_goes_unless_it_reports_aga
         assert (await client.get(held.name)).state == Reservation.STATE_ACTIVE, "not before its time"
         assert not await _unknown(client, "n1"), "kept while something is held on it"
         clock.advance(11)
-        lost = await eventually(lambda: _ended(client, held))
+        lost = await eventually(lambda: client.ended(held))
         assert lost is not None
         assert lost.state == Reservation.STATE_LOST
         assert [gpu.lost for gpu in lost.gpus] == [True, True]
@@ -89,11 +89,6 @@ async def _unknown(client: Client, node: str) -> bool:
     with pytest.raises((errors.NotFoundError, errors.FailedPreconditionError)) as caught:
         await client.reserve(4000, nodes=[f"nodes/{node}"])
     return isinstance(caught.value, errors.NotFoundError)
-
-
-async def _ended(client: Client, one: Reservation) -> Reservation | None:
-    found = await client.get(one.name)
-    return None if found.state == Reservation.STATE_ACTIVE else found
 
 
 async def test_a_node_that_could_not_be_forgotten_on_disk_and_comes_back_keeps_no_rank_from_it(

@@ -13,11 +13,6 @@ from tests.support.fake_fleet import FakeFleet, gpu_message, node_message
 from tests.support.waiting import eventually
 
 
-async def ended(client: Client, one: Reservation) -> Reservation | None:
-    found = await client.get(one.name)
-    return None if found.state == Reservation.STATE_ACTIVE else found
-
-
 async def test_a_gpu_that_vanishes_under_a_lease_ends_it_and_frees_the_others(tmp_path: Path) -> None:
     clock = ManualClock()
     fleet = FakeFleet(node_message("n0", count=4))
@@ -29,7 +24,7 @@ async def test_a_gpu_that_vanishes_under_a_lease_ends_it_and_frees_the_others(tm
         await eventually(lambda: _names(client, gone))
         assert (await client.get(whole.name)).state == Reservation.STATE_ACTIVE, "not before its time"
         clock.advance(11)
-        lost = await eventually(lambda: ended(client, whole))
+        lost = await eventually(lambda: client.ended(whole))
         assert lost is not None
         assert lost.state == Reservation.STATE_LOST
         assert {gpu.uuid for gpu in lost.gpus if gpu.lost} == {gone}

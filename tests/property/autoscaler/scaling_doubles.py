@@ -9,6 +9,7 @@ from typing import Any
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.autoscaler.servicers.adapter_servicer import AdapterServicer
 from gpuscale.common.errors import GpuscaleError, ResourceExhaustedError, UnavailableError
+from gpuscale.common.runtime.tasks import wait_at_most
 from gpuscale.common.wire import seconds
 from gpuscale.internal.autoscaler import v1 as autoscaler_internal
 from tests.support.fake_adapter import ALIVE, FAILED, READY, STARTING, FakeAdapter
@@ -197,9 +198,7 @@ class WorldAdapter(FakeAdapter):
                     revision=self._revision if self.acknowledges else 0, replicas=self._seen()
                 )
                 yield autoscaler_internal.ConnectRequest(report=report)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(4.0):
-                    await self._changed.wait()
+            await wait_at_most(self._changed, 4.0)
             await asyncio.sleep(0.01)
 
     def _seen(self) -> list[autoscaler_internal.ReplicaReport]:
