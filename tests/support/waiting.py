@@ -65,7 +65,7 @@ def eventually_sync(
 ) -> Any:
     """`eventually` for code without an event loop; the clock is the monotonic one.
 
-    A check that takes long, such as a command, takes a third of the time at most: others need the CPU for what is waited for.
+    A check that takes long, such as a command, takes a fifth of the time at most: others need the CPU for what is waited for.
     """
     deadline = time.monotonic() + timeout
     while True:
@@ -77,7 +77,7 @@ def eventually_sync(
             last = f"last value {value!r}"
         except retry_on as error:
             last = f"last exception {error!r}"
-        pause = max(interval, min(1.0, 2 * (time.monotonic() - began)))
+        pause = max(interval, min(1.0, 4 * (time.monotonic() - began)))
         if time.monotonic() + pause > deadline:
             _give_up(timeout, last)
         time.sleep(pause)
