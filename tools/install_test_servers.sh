@@ -5,7 +5,7 @@ set -eu
 
 packages=""
 ls /usr/lib/rabbitmq/lib/rabbitmq_server-*/sbin/rabbitmq-server >/dev/null 2>&1 || packages="rabbitmq-server"
-command -v chromium >/dev/null 2>&1 || packages="$packages chromium"
+command -v chromium-headless-shell >/dev/null 2>&1 || command -v chromium >/dev/null 2>&1 || packages="$packages chromium-headless-shell"
 ls /usr/lib/postgresql/*/bin/postgres >/dev/null 2>&1 || packages="$packages postgresql"
 command -v podman >/dev/null 2>&1 || packages="$packages podman"
 command -v runc >/dev/null 2>&1 || packages="$packages runc"
