@@ -52,6 +52,8 @@ if [ ! -e "$policy" ]; then
     trap '$as_root rm -f "$policy"' EXIT
 fi
 $as_root apt-get update -qq
+# Older Debians have Chromium whole alone.
+apt-cache show chromium-headless-shell >/dev/null 2>&1 || packages=$(echo "$packages" | sed 's/chromium-headless-shell/chromium/')
 # One name a word, on purpose.
 # shellcheck disable=SC2086
 $as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $packages >/dev/null
