@@ -101,6 +101,14 @@ class Autoscaler:
     async def status(self) -> api.EndpointStatus:
         return (await self.get()).status
 
+    async def wants(self, count: int, name: str = "endpoints/e") -> bool:
+        """Whether so many replicas of an endpoint are wanted now."""
+        return (await self.get(name)).status.desired_replicas == count
+
+    async def gone(self) -> bool:
+        """Whether there is no endpoint any more."""
+        return not (await self.endpoints.ListEndpoints(api.ListEndpointsRequest(), timeout=TIMEOUT)).endpoints
+
     async def connected(self, count: int) -> bool:
         """Whether so many adapters are connected."""
         found = await self.adapters.ListAdapters(api.ListAdaptersRequest(), timeout=TIMEOUT)

@@ -7,7 +7,7 @@ import pytest
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.common.wire import enum_word
-from tests.support.autoscaler_app import TIMEOUT, Autoscaler, endpoint, running
+from tests.support.autoscaler_app import Autoscaler, endpoint, running
 from tests.support.fake_adapter import FakeAdapter
 from tests.support.fake_allocator import FakeAllocator, serving
 from tests.support.waiting import eventually
@@ -99,12 +99,7 @@ async def test_one_that_is_not_wanted_any_more_gives_its_grant_back_without_any_
     await eventually(lambda: not allocator.held)
     assert len(allocator.reservations) == 1, "it was not asked for anew"
     if deleted:
-
-        async def gone() -> bool:
-            request = api.ListEndpointsRequest()
-            return not (await autoscaler.endpoints.ListEndpoints(request, timeout=TIMEOUT)).endpoints
-
-        await eventually(gone)
+        await eventually(autoscaler.gone)
 
 
 async def test_one_whose_template_nobody_has_does_not_hold_up_those_of_the_next(

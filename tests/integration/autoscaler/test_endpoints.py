@@ -229,13 +229,6 @@ def following(name: str, leader: str) -> api.Endpoint:
     return made
 
 
-async def aims(autoscaler: Autoscaler, name: str, count: int) -> None:
-    async def reached() -> bool:
-        return (await autoscaler.get(f"endpoints/{name}")).status.desired_replicas == count
-
-    await eventually(reached)
-
-
 async def test_it_follows_what_the_other_aims_at_both_ways_and_holds_while_there_is_none(
     autoscaler: Autoscaler,
 ) -> None:
@@ -243,7 +236,7 @@ async def test_it_follows_what_the_other_aims_at_both_ways_and_holds_while_there
     await autoscaler.create(endpoint(high=9))
     for leader, follower in ((5, 3), (8, 4), (3, 2)):
         await autoscaler.set_replicas(leader)
-        await aims(autoscaler, "decode", follower)
+        await eventually(lambda follower=follower: autoscaler.wants(follower, "endpoints/decode"))
     await autoscaler.delete()
 
     async def missed() -> bool:
@@ -253,7 +246,7 @@ async def test_it_follows_what_the_other_aims_at_both_ways_and_holds_while_there
         return seen.status == api.Observation.STATUS_MISSING and seen.detail == "there is no endpoints/e"
 
     await eventually(missed)
-    await aims(autoscaler, "decode", 2)
+    assert await autoscaler.wants(2, "endpoints/decode")
 
 
 async def test_circles_are_refused_with_the_field_that_closes_them(autoscaler: Autoscaler) -> None:

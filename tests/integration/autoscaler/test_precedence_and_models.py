@@ -164,12 +164,7 @@ async def test_a_place_in_the_queue_is_left_with_the_replica(tmp_path: Path) -> 
         quotas = await one.client.quotas.ListQuotas(allocator_api.ListQuotasRequest())
         assert sum(quota.waiting_count for quota in quotas.quotas) == 1
         await one.autoscaler.delete(CHAT)
-
-        async def gone() -> bool:
-            listed = await one.autoscaler.endpoints.ListEndpoints(api.ListEndpointsRequest(), timeout=TIMEOUT)
-            return not listed.endpoints
-
-        await eventually(gone)
+        await eventually(one.autoscaler.gone)
         waiting = asyncio.create_task(Client(one.client.allocator).reserve(wait=to_duration(30)))
         await Client(one.client.allocator).release(held)
         await asyncio.wait_for(waiting, 60)
@@ -230,11 +225,7 @@ async def test_the_preferred_model_first_then_the_next_and_the_last_goes_first(t
         one.autoscaler.watchers.queues["jobs"] = (40, 0)
         await on(one, H100=1, a100=4)
         assert await one.said(JOBS, "NO_CAPACITY")
-
-        async def at_most() -> bool:
-            return (await one.autoscaler.get(JOBS)).status.desired_replicas == 6
-
-        await eventually(at_most)
+        await eventually(lambda: one.autoscaler.wants(6, JOBS))  # and no more: max_replicas holds
         same = await one.autoscaler.decisions.VerifyDecision(
             api.VerifyDecisionRequest(
                 name=next(d.name for d in await one.autoscaler.history(JOBS) if d.observations)

@@ -236,11 +236,7 @@ async def test_an_endpoint_scales_on_a_query_and_names_only_servers_that_there_a
         running(tmp_path, address, prometheus={"main": settings}) as autoscaler,
     ):
         await autoscaler.create(wanted)
-
-        async def two() -> bool:
-            return (await autoscaler.status()).desired_replicas == 2
-
-        await eventually(two)
+        await eventually(lambda: autoscaler.wants(2))
         wanted.spec.signals[0].prometheus.server = "other"
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await autoscaler.update(wanted)

@@ -12,7 +12,7 @@ from gpuscale.common.runtime import tasks
 from gpuscale.common.security.auth import Limits, Principal, Role
 from gpuscale.common.wire import enum_word
 from gpuscale.internal.autoscaler import v1 as autoscaler_internal
-from tests.support.autoscaler_app import TIMEOUT, Autoscaler, endpoint, scaling
+from tests.support.autoscaler_app import Autoscaler, endpoint, scaling
 from tests.support.fake_adapter import FAILED, FakeAdapter
 from tests.support.fake_allocator import FakeAllocator
 from tests.support.waiting import eventually
@@ -265,7 +265,7 @@ async def test_deleting_drains_everything_and_then_the_endpoint_is_gone(
     late = "autoscaler.store.after_commit=sleep:0.2"
     monkeypatch.setattr(tasks, "_points", tasks.parse_failpoints(late))
     adapter.finish()
-    await eventually(lambda: _gone(autoscaler))
+    await eventually(autoscaler.gone)
     assert autoscaler.watchers.in_use("jobs") == []
     assert not allocator.held
     assert await autoscaler.replicas(ended=True) == []
@@ -279,9 +279,4 @@ async def test_an_endpoint_whose_replicas_nobody_runs_is_gone_at_once(
     await autoscaler.create(endpoint(low=2, high=2))
     await decided(autoscaler, "NO_ADAPTER")
     await autoscaler.delete()
-    await eventually(lambda: _gone(autoscaler))
-
-
-async def _gone(autoscaler: Autoscaler) -> bool:
-    answer = await autoscaler.endpoints.ListEndpoints(api.ListEndpointsRequest(), timeout=TIMEOUT)
-    return not answer.endpoints
+    await eventually(autoscaler.gone)

@@ -102,11 +102,7 @@ async def test_replicas_tell_each_for_itself_on_ports_of_their_own_and_are_scale
     first, second = ports(replicas)
     assert first != second
     await load(first, 64)
-    await eventually(lambda: _wanted(autoscaler, 3))
-
-
-async def _wanted(autoscaler: Autoscaler, count: int) -> bool:
-    return (await autoscaler.status()).desired_replicas == count
+    await eventually(lambda: autoscaler.wants(3))
 
 
 async def test_a_replica_that_does_not_answer_is_named_and_is_not_zero(autoscaler: Autoscaler) -> None:
@@ -136,7 +132,7 @@ async def test_goals_are_held_by_what_replicas_tell_and_the_decision_can_be_eval
     await eventually(lambda: _told(autoscaler, "goal.running"))
     for port in ports(await autoscaler.replicas()):
         await load(port, 64)
-    await eventually(lambda: _wanted(autoscaler, 3))
+    await eventually(lambda: autoscaler.wants(3))
     # What waits in one of them may be told before anything that it served.
     await eventually(lambda: _says(autoscaler, "s of 40 ms"))
     grown = next(one for one in await autoscaler.history() if one.wanted == 3)
@@ -171,7 +167,7 @@ async def test_what_a_replica_carries_is_known_after_a_restart_too(
                 await eventually(lambda: _says(autoscaler, "itl binds"))
                 await eventually(lambda: _decided(autoscaler, "itl binds"))
                 values |= {"requests": 1.0}  # another decision, and what was known by then is stored with it
-                await eventually(lambda: _wanted(autoscaler, 3))
+                await eventually(lambda: autoscaler.wants(3))
                 task.cancel()
 
 
