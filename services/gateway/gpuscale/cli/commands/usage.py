@@ -35,7 +35,11 @@ ENDPOINT_LABEL = "endpoint"
 
 @command("report --by user --since 30d")
 @option("--by", metavar="KIND", default="user", help=", ".join(KINDS), shell_complete=words(*KINDS))
-@option("--since", type=MOMENT, help="From the UTC day of this time; 30 days ago by default.")
+@option(
+    "--since",
+    type=MOMENT,
+    help="From the UTC day of this time, local midnight of a date; 30 days ago by default.",
+)
 @option("--until", type=MOMENT, help="Through the UTC day of this time; today by default.")
 @option(
     "--filter",
