@@ -92,6 +92,16 @@ def test_a_job_is_waited_for_wherever_its_name_is_typed(ctl: Any, world: canned.
         assert ran.out == "reservations/r1 FAILED\n"
 
 
+def test_a_state_of_a_job_is_not_waited_for_in_silence(ctl: Any, world: canned.World) -> None:
+    """It waited for the end instead."""
+    job = deepcopy(canned.RESERVATION)
+    job.job.state = job.job.STATE_RUNNING
+    world.things[job.name] = job
+    ran = ctl("wait", "job", "r1", "--for", "state=RUNNING", "--timeout", "0s")
+    assert (ran.code, "wait reservation r1 --for job.state=RUNNING" in ran.err) == (2, True)
+    assert ctl("wait", "reservation", "r1", "--for", "job.state=RUNNING").code == 0
+
+
 @pytest.mark.parametrize(("state", "told"), [("STOPPED", "stopped"), ("FAILED", "had ended: FAILED")])
 def test_a_job_that_had_ended_is_not_said_to_be_stopped(
     ctl: Any, world: canned.World, state: str, told: str

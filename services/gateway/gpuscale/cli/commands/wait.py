@@ -1,8 +1,8 @@
 """`gpuscalectl wait`: waits until resources meet a condition, and shows why they do not yet."""
 
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -71,17 +71,7 @@ def wait(session: Session, kind: str, name: tuple[str, ...], until: str, timeout
     if not typed:
         kind, typed = "jobs", [kind]
     if kind == "jobs":
-        from gpuscale.client.jobs import exit_code_of
-
-        began = time.monotonic()
-        with session.connect() as client, telling() as (tell, _):
-            ended = [find(client, one).until_ended(timeout, tell, began) for one in typed]
-        if session.output.human:
-            write_lines([f"{one.name} {cells.word(one.job, 'state')}" for one in ended])
-        else:
-            session.output.write_list(ended, allocator_views.JOBS)
-        failed = (one for one in ended if one.job.exit_code or not one.job.HasField("exit_code"))
-        leave(exit_code_of(next(failed, ended[0])))
+        _wait_for_jobs(session, typed, until, timeout)
     if kind not in READY_STATES:
         raise errors.InvalidArgumentError(f"cannot wait for {kind!r}{near(kind, READY_STATES)}")
     awaited, timeout = _Awaited(kind, until), 300.0 if timeout is None else timeout
@@ -112,6 +102,25 @@ def wait(session: Session, kind: str, name: tuple[str, ...], until: str, timeout
         write_lines(typed)
     else:
         output.write_data({"deleted": typed} if until == GONE else {kind: awaited.found})
+
+
+def _wait_for_jobs(session: Session, typed: Sequence[str], until: str, timeout: float | None) -> NoReturn:
+    """Wait until jobs end, and exit as they do. Raises InvalidArgumentError: something else of them is to be waited for."""
+    from gpuscale.client.jobs import exit_code_of
+
+    if until not in {READY, GONE}:
+        raise errors.InvalidArgumentError(
+            f"a job is waited for until it ends: leave out --for, or: wait reservation {typed[0]} --for job.state=RUNNING"
+        )
+    began = time.monotonic()
+    with session.connect() as client, telling() as (tell, _):
+        ended = [find(client, one).until_ended(timeout, tell, began) for one in typed]
+    if session.output.human:
+        write_lines([f"{one.name} {cells.word(one.job, 'state')}" for one in ended])
+    else:
+        session.output.write_list(ended, allocator_views.JOBS)
+    failed = (one for one in ended if one.job.exit_code or not one.job.HasField("exit_code"))
+    leave(exit_code_of(next(failed, ended[0])))
 
 
 class _Awaited:
