@@ -367,6 +367,30 @@ def test_who_ends_a_command_elsewhere_is_not_told_of_a_lost_connection(
     assert capsys.readouterr().err == f"gpuscalectl run: SIGTERM: {said} on beta\n"
 
 
+def test_a_restart_of_the_service_ends_no_wait_for_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As docs/cli.md promises; however long it takes, but no longer than the wait."""
+    states = iter(("STARTING", "", "RUNNING", "", "", "SUCCEEDED"))
+
+    def look(_: jobs.Job) -> api.Reservation:
+        if not (state := next(states)):
+            raise UnavailableError("nothing answers")
+        one = api.Reservation(job=api.Job(state=f"STATE_{state}"))
+        if state == "SUCCEEDED":
+            one.end_time.GetCurrentTime()
+        return one
+
+    monkeypatch.setattr(jobs.Job, "look", look)
+    monkeypatch.setattr(jobs, "PERIOD", 0.0)
+    job, told = jobs.Job(None, "reservations/r1"), list[str]()
+    assert job.until_begun(tell=told.append).job.state == api.Job.STATE_RUNNING
+    states = iter(("RUNNING", "", "", "SUCCEEDED"))
+    assert job.until_ended(None, told.append).job.state == api.Job.STATE_SUCCEEDED
+    assert told.count("nothing answers") == 3
+    states = iter(("RUNNING", ""))
+    with pytest.raises(DeadlineExceededError):
+        job.until_ended(0.0)
+
+
 def test_ctrl_z_says_how_long_the_lease_lasts_that_is_not_renewed_meanwhile(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import suppress
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -324,21 +325,20 @@ class Job:
         if found.job.attempt <= attempt:
             return None
         while found.job.state == found.job.STATE_WAITING:
-            time.sleep(PERIOD)
-            found = self.look()
+            found = self._later(found)
         if found.HasField("end_time"):
             exit_code_of(found)
         return found
 
     def until_begun(self, *, tell: Tell = id, patience: float | None = None) -> allocator_api.Reservation:
         """Its state once it runs or has ended; with `patience`, also once it is queued, or after so many seconds of starting."""
-        began = time.monotonic()
-        while (found := self.look()).job.state in NOT_BEGUN:
+        began, found = time.monotonic(), self.look()
+        while found.job.state in NOT_BEGUN:
             waits = found.job.state == found.job.STATE_WAITING
             if patience is not None and (waits or time.monotonic() - began > patience):
                 break
             tell(f"{found.name} waits, {queued(found.job)}" if waits else f"{found.name} starts")
-            time.sleep(PERIOD)
+            found = self._later(found, tell, inf if patience is None else began + patience)
         return found
 
     def until_ended(
@@ -349,12 +349,25 @@ class Job:
         Raises:
             DeadlineExceededError: it did not end in time (NOT_READY).
         """
-        began = time.monotonic() if began is None else began
-        while not (found := self.look()).HasField("end_time"):
+        began, found = time.monotonic() if began is None else began, self.look()
+        while not found.HasField("end_time"):
             expect_time(found, timeout, began)
             tell(f"{found.name} {'waits' if found.job.state == found.job.STATE_WAITING else 'runs'}")
-            time.sleep(PERIOD)
+            found = self._later(found, tell, inf if timeout is None else began + timeout)
         return found
+
+    def _later(
+        self, found: allocator_api.Reservation, tell: Tell = id, until: float = inf
+    ) -> allocator_api.Reservation:
+        """Its state a moment later, however long nothing answers, as in a restart; what was `found` after `until`."""
+        while True:
+            time.sleep(PERIOD)
+            try:
+                return self.look()
+            except (DeadlineExceededError, UnavailableError) as error:
+                tell(error.message)
+                if time.monotonic() >= until:
+                    return found
 
     def expect_started(self, code: int) -> None:
         """Check that its command ran. Raises FailedPreconditionError: it did not run (JOB_NOT_STARTED)."""
@@ -506,9 +519,12 @@ class AsyncJob:
     async def wait(self, timeout: float | str | None = None) -> int:  # noqa: ASYNC109
         """Wait until it ends; returns its exit code."""
         limit, began = as_seconds("timeout", timeout), time.monotonic()
-        while not (found := await self.look()).HasField("end_time"):
+        found = await self.look()
+        while not found.HasField("end_time"):
             expect_time(found, limit, began)
             await asyncio.sleep(PERIOD)
+            with suppress(DeadlineExceededError, UnavailableError):  # as in `Job._later`
+                found = await self.look()
         return exit_code_of(found)
 
     async def logs(self, *, follow: bool = False) -> AsyncGenerator[str]:
