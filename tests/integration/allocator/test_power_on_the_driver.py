@@ -219,6 +219,8 @@ async def test_limits_are_back_after_the_end_of_helper_agent_and_host_and_caps_c
         loose = await eventually(lambda: _loose(here, 2))
         assert loose is not None
         assert (loose.drawn_watts, loose.room_watts) == (900, 0)
+        lost = [one.reason for one in await here.changes() if not one.HasField("watts")]
+        assert lost == ["gpuscale-power does not answer"] * 2
         await asyncio.to_thread(helper.start, "--silence", "0.5")
         sets = helper.log.read_text()
         assert "700 W instead of 450 W" in sets, "set back at its start"

@@ -131,7 +131,8 @@ class Powering:
             was, watts = cap.watts if cap else None, wanted.watts if wanted else None
             if was != watts:
                 budget = wanted.budget if wanted else cap.budget if cap else ""
-                why = wanted.reason if wanted else "no cap is needed any more"
+                lost = "" if gpu.helped else self._problems.get(gpu.uuid) or "its agent is not heard of"
+                why = wanted.reason if wanted else lost or "no cap is needed any more"
                 name, time = gpu_name(gpu.node, gpu.uuid), self.records.clock.wall()
                 self.record(PowerChange(name, was, watts, budget, why, time))
         rooms = {(one.budget, one.name): one.room for one in before.sums}
