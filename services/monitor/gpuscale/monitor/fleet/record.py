@@ -98,7 +98,7 @@ class Fit:
         for number, values in zip(fields, columns, strict=False):
             if number not in (_USED, _FREE):
                 continue
-            totals = picture.column(_TOTAL)
+            totals = picture.column(_TOTAL) if number == _FREE else ()
             for place, value in zip(places or range(len(values)), values, strict=True):
                 if number == _FREE:
                     moved = abs(value - self._free[place]) > totals[place] * MEMORY_STEP

@@ -34,6 +34,7 @@ _HUNDRED = 100.0
 _NEVER = float("-inf")
 _FIELDS = types_api.GpuReading.DESCRIPTOR.fields_by_name
 _TOTAL = _FIELDS["memory_total_bytes"].number
+_MEMORY = {_TOTAL, _FIELDS["memory_used_bytes"].number}
 _PERCENT = GPU_METRICS.index(Metric.MEMORY_USED_PERCENT)
 _USED = GPU_METRICS.index(Metric.MEMORY_USED_BYTES)
 _COLUMNS = {
@@ -70,22 +71,19 @@ class _Gpus:
         return self.values[metric * len(self.uuids) : (metric + 1) * len(self.uuids)]
 
     def merge(self, numbers: Numbers) -> None:
-        memory, count, (places, fields, columns, table) = False, len(self.uuids), numbers
-        for at, (field, values) in enumerate(zip(fields, columns, strict=True)):
-            metric = _COLUMNS.get(field)
-            if metric is not None:
-                begin = metric * count
-                if not places:
-                    self.values[begin : begin + count] = table[at * count : (at + 1) * count]
-                for place, value in zip(places, values if places else (), strict=True):
+        count, (places, fields, columns, table) = len(self.uuids), numbers
+        for at, field in enumerate(fields):
+            begin = _COLUMNS.get(field, -1) * count
+            if begin >= 0 and not places:  # as nearly always
+                self.values[begin : begin + count] = table[at * count : (at + 1) * count]
+            elif begin >= 0:
+                for place, value in zip(places, columns[at], strict=True):
                     self.values[begin + place] = value
-                memory = memory or metric == _USED
             elif field == _TOTAL:
-                totals = array("d", self.totals if places else values)
-                for place, value in zip(places, values if places else (), strict=True):
-                    totals[place] = value
-                self.totals, memory = totals, True
-        if memory:
+                self.totals = array("d", self.totals if places else columns[at])
+                for place, value in zip(places, columns[at] if places else (), strict=True):
+                    self.totals[place] = value
+        if not _MEMORY.isdisjoint(fields):
             percent = [
                 _HUNDRED * used / total if total else ABSENT
                 for used, total in zip(self.column(_USED), self.totals, strict=True)
