@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from gpuscale.common.errors import GpuscaleError, UnavailableError
 from gpuscale.common.rpc.channel import ClientTls
+from gpuscale.common.rpc.wrapped_channel import NEVER_SENT
 
 PATIENCE = 2.0
 """Maximum seconds of a step."""
@@ -72,7 +73,6 @@ _NOT_TLS = _Cause(
 )
 _TLS = _Cause("{address} speaks TLS: name its authority with --ca-file", reason="TLS_SERVER")
 
-_CONNECTING = ("failed to connect to all addresses", "dns resolution failed", "errors resolving ")
 _UNREACHED: Sequence[tuple[str, str]] = (
     ("connection refused", "connection refused"),
     ("resol", "no host has that name"),
@@ -107,7 +107,7 @@ def worded(address: str, error: UnavailableError) -> UnavailableError:
     """Reword gRPC's own errors: nothing answers (NO_ANSWER), or the connection was lost."""
     said = error.message.lower()
     why = next((words for sign, words in _UNREACHED if sign in said), "no connection")
-    if said.startswith(_CONNECTING):
+    if error.message.startswith(NEVER_SENT):
         text = f"nothing answers at {address} ({why})"
         return UnavailableError(text, reason="NO_ANSWER", metadata={"address": address})
     if said.startswith("received http2 header with status"):

@@ -226,8 +226,8 @@ _LEAST: Final = 0.5
 """Seconds for another round: one cut short would hide behind its deadline that nobody could be reached."""
 _TOO_MANY: Final = "Too many pings"
 """Message of gRPC core for a call that was cut by a server of the first release, which permits one ping each 10 s."""
-# Messages of gRPC core for a call that was never sent. If they change one day, callers get the error instead of a retry.
-_NEVER_SENT: Final = ("failed to connect to all addresses", "DNS resolution failed", "errors resolving ")
+NEVER_SENT: Final = ("failed to connect to all addresses", "DNS resolution failed", "errors resolving ")
+"""Starts of gRPC core's messages for a call that was never sent. If they change, callers get the error instead of a retry."""
 
 
 class Leader:
@@ -318,7 +318,7 @@ def never_sent(error: grpc.RpcError) -> bool:
         return False
     if any(key == DETAILS_KEY for key, _ in error.trailing_metadata() or ()):
         return False
-    return (error.details() or "").startswith(_NEVER_SENT)
+    return (error.details() or "").startswith(NEVER_SENT)
 
 
 def following(addresses: Sequence[str], open_one: Callable[..., grpc.aio.Channel]) -> grpc.aio.Channel:

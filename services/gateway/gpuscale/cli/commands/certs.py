@@ -15,7 +15,7 @@ import click
 import tomlkit
 from cryptography import x509
 
-from gpuscale.cli.console.command import FILE, Session, command, names, one_name
+from gpuscale.cli.console.command import FILE, Session, command, config_home, names, one_name
 from gpuscale.cli.console.terminal import note
 from gpuscale.cli.grammar.parameters import option, repeated
 from gpuscale.common import secrets
@@ -30,16 +30,17 @@ ROLES = ("viewer", "agent", "operator", "admin")
 GATEWAY = "gateway"
 _COLUMNS = ("name", "state", "expires", "serial", "identity", "hosts")
 JOINED = {"host.pem", "server.pem", "gate.pem"}  # written by `join`, each a certificate with its key
-DAYS_OF_SERVICES = 397
+SERVICE_DAYS = 397
 DAYS = option(
     "--days",
     type=click.IntRange(1, 3650),
-    default=DAYS_OF_SERVICES,
+    default=SERVICE_DAYS,
     metavar="N",
     help="How long the certificate is valid.",
 )
-_HOME = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
-_USUAL = [one for one in (Path("/etc/gpuscale/pki"), Path(_HOME, "gpuscale/pki")) if os.access(one, os.X_OK)]
+_USUAL = [
+    one for one in (Path("/etc/gpuscale/pki"), config_home() / "gpuscale/pki") if os.access(one, os.X_OK)
+]
 """The directory of `gpuscalectl init`, if it has run on this host."""
 DIRECTORY = option(
     "--dir",
@@ -203,7 +204,7 @@ def renew_due(directory: Path, revoked_file: Path) -> None:
         with _using(directory):
             files = {one: directory / f"{one}.crt" for one in _names_in(directory)}
             due = [one for one, file in files.items() if renewal.is_due(file)]
-        _renew(directory, due, DAYS_OF_SERVICES, revoked_file)
+        _renew(directory, due, SERVICE_DAYS, revoked_file)
         if due:
             note(f"renewed the certificates {', '.join(due)}")
     except FailedPreconditionError as error:

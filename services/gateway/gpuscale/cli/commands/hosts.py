@@ -24,6 +24,7 @@ import tomlkit
 from cryptography import x509
 
 from gpuscale.api.monitor import v1 as api
+from gpuscale.cli.commands.certs import SERVICE_DAYS
 from gpuscale.cli.commands.processes import start
 from gpuscale.cli.commands.units import (
     USER,
@@ -35,7 +36,7 @@ from gpuscale.cli.commands.units import (
     units_user,
 )
 from gpuscale.cli.commands.units import plan as plan_of_units
-from gpuscale.cli.console.command import FILE, Session, command
+from gpuscale.cli.console.command import FILE, Session, command, config_home
 from gpuscale.cli.console.errors import writing
 from gpuscale.cli.console.terminal import TYPED, folded, note
 from gpuscale.cli.grammar.parameters import option, repeated
@@ -57,7 +58,7 @@ from gpuscale.common.security import certificates
 GATEWAY_PORT = 7070
 PORTS = {"fleet": 7072, "allocator": 7073, "autoscaler": 7074}
 """Default ports of a host's services."""
-CERTIFICATE_DAYS, STOP_SECONDS = 397, 12.0
+STOP_SECONDS = 12.0
 LOOK_SECONDS = 0.5
 """Seconds between checks of the programs, and so until a restart."""
 NOT_YET = (UnavailableError, DeadlineExceededError, UnauthenticatedError, NotFoundError)
@@ -154,7 +155,7 @@ def directories(given: Path | None) -> tuple[Path, Path]:
         return given, given / "state"
     if os.geteuid() == 0:
         return Path("/etc/gpuscale"), Path("/var/lib/gpuscale")
-    home = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "gpuscale"
+    home = config_home() / "gpuscale"
     return home, home / "state"
 
 
@@ -274,7 +275,7 @@ def init(
             named = tuple(dict.fromkeys((*hosts, *subject.hosts)))
             if len(named) > len(subject.hosts):
                 authority, subject = issuing.read_pair(pki, "ca"), replace(subject, hosts=named)
-                issuing.issue(authority, subject, CERTIFICATE_DAYS).write(pki, "server")
+                issuing.issue(authority, subject, SERVICE_DAYS).write(pki, "server")
         else:
             _write(folder, state, hosts)
             write_private(file, text.encode())
@@ -345,7 +346,7 @@ def _write(folder: Path, state: Path, hosts: tuple[str, ...]) -> None:
         "services": issuing.CertificateSubject("services", uri=f"{identity}/operator/services"),
         "gate": issuing.CertificateSubject("gate", uri=f"{identity}/gateway/gate"),
     }.items():
-        issuing.issue(authority, subject, CERTIFICATE_DAYS).write(pki, name)
+        issuing.issue(authority, subject, SERVICE_DAYS).write(pki, name)
     if not (folder / "tokens.toml").exists():
         secret = secrets.token_urlsafe(32)
         digest = hashlib.sha256(secret.encode()).hexdigest()

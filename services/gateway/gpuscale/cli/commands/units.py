@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from importlib.resources import files
 from pathlib import Path
 
+from gpuscale.cli.console.command import config_home
 from gpuscale.cli.console.errors import writing
 from gpuscale.cli.console.terminal import note
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
@@ -65,7 +66,7 @@ def folder() -> Path:
     """The directory of units."""
     if os.geteuid() == 0:
         return SYSTEM
-    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "systemd" / "user"
+    return config_home() / "systemd" / "user"
 
 
 def flags(program: str, settings: Path) -> Mapping[str, object]:

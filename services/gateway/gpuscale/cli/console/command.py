@@ -158,6 +158,11 @@ _TYPED = "gpuscale.cli.typed"
 """Key of the common options in `Context.meta`, which a command shares with its groups."""
 
 
+def config_home() -> Path:
+    """The directory of the user's settings."""
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
+
+
 def _keep(context: click.Context, parameter: click.Parameter, value: object) -> None:
     """Keep a common option; the last one typed counts."""
     if value is not None and parameter.name:
