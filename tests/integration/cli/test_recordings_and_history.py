@@ -15,7 +15,6 @@ from tests.support.up import Typed, ctl_environment
 from tests.support.waiting import eventually
 
 ONLINE = api.NodeState.NODE_STATE_ONLINE
-OFFLINE = api.NodeState.NODE_STATE_OFFLINE
 SLEEP = (sys.executable, "-c", "import sys, time; print('done'); time.sleep(0.9); sys.exit(3)")
 
 
@@ -160,17 +159,6 @@ async def test_a_recording_is_started_shown_in_the_known_structure_stopped_and_d
     deleted = await ctl(fleet, "delete", "recording", "night", "day", "--yes", "-o", "name")
     assert (deleted.code, deleted.out) == (0, "recordings/night\nrecordings/day\n")
     assert (await ctl(fleet, "get", "recording", "night")).code == 3
-
-
-async def test_a_node_is_forgotten_once_it_is_offline(fleet: RunningFleet) -> None:
-    streaming = await ctl(fleet, "forget", "node", "alpha")
-    assert (streaming.code, "is streaming: stop it first" in streaming.err) == (4, True)
-    async with running_agent(fleet.address, node="beta", simulated_gpu_count=0):
-        await fleet.until("beta", ONLINE)
-    await fleet.until("beta", OFFLINE)
-    gone = await ctl(fleet, "forget", "node", "beta", "-o", "name")
-    assert (gone.code, gone.out) == (0, "nodes/beta\n"), gone.err
-    assert (await ctl(fleet, "forget", "nodes/beta")).code == 3
 
 
 async def test_get_health_says_when_nothing_is_wrong(fleet: RunningFleet) -> None:

@@ -102,19 +102,6 @@ def test_stream_errors_are_of_the_tree(address: str) -> None:
     assert caught.value.violations[0].field == "min_interval"
 
 
-def test_streams_in_both_directions(address: str) -> None:
-    with library.connect(address) as client:
-        snapshot = monitor_internal.StreamTelemetryRequest()
-        snapshot.snapshot.SetInParent()
-        stream = monitor_internal.TelemetryServiceStub(client._channel).StreamTelemetry(
-            iter([TELEMETRY, snapshot])
-        )
-        assert next(stream).acked_seq == -1
-        with pytest.raises(library.UnavailableError) as caught:
-            next(stream)
-    assert (caught.value.reason, caught.value.retry_after) == ("OVERLOADED", 2.0)
-
-
 def test_a_stream_can_be_cancelled(address: str, fleet: Fleet) -> None:
     request = monitor_api.WatchNodesRequest()
     request.min_interval.seconds = 1

@@ -7,7 +7,6 @@ from uuid import uuid4
 
 import pytest
 
-from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.client import (
@@ -58,18 +57,6 @@ async def test_an_endpoint_is_waited_for() -> None:
             assert (await wait_ready_async(async_client, ENDPOINT, timeout=60)).name == ENDPOINT
         with pytest.raises(NotFoundError):
             wait_ready(client, "endpoints/none", timeout=60)
-
-
-def test_a_watch_tells_all_and_then_changes() -> None:
-    with FakeServer() as server, server.connect() as client:
-        first = client.reserve(1)
-        updates = watch(client.allocator.WatchReservations, allocator_api.WatchReservationsRequest())
-        update = next(updates)
-        assert (update.full, [one.name for one in update.reservations]) == (True, [first.name])
-        first.release()
-        [ended] = next(updates).reservations
-        assert ended.state == allocator_api.Reservation.STATE_RELEASED
-        updates.close()
 
 
 def test_a_watch_begins_anew_where_its_server_went_away() -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
-from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.status import PROBLEM_KEY
 from gpuscale.common.security.auth import Authenticator, Principal, Role
 from gpuscale.common.store.store import Store
@@ -212,15 +211,3 @@ async def test_min_interval_bounds_how_often_a_watcher_is_told(fleet: RunningFle
             told, seq = told + 1, node.snapshot.seq
         assert told * 0.5 <= loop.time() - began, "a busy machine may take the 30 in pieces"
     call.cancel()
-
-
-async def test_a_message_that_is_no_message_ends_one_stream_and_no_other(fleet: RunningFleet) -> None:
-    """It cannot be told where the next one begins."""
-    async with streaming(fleet) as other, open_channel(fleet.address) as channel:
-        raw: Any = channel.stream_stream("/gpuscale.internal.monitor.v1.TelemetryService/StreamTelemetry")()
-        await raw.write(telemetry(hello("delta")).SerializeToString())
-        await raw.read()
-        await raw.write(b"\xff\xff\xff")
-        assert await raw.code() is grpc.StatusCode.INVALID_ARGUMENT
-        await other.write(telemetry(snapshot()))
-        assert (await answer(other)).acked_seq == 1
