@@ -4,6 +4,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
@@ -11,14 +12,16 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import Connection, create_engine, func, select
 
+from gpuscale.allocator.app import add_figures
 from gpuscale.allocator.domain.accounting import DAY, HOLD, Account, by_day, ended_at, granted_since, month_of
 from gpuscale.allocator.domain.ledger import Ledger, rebased
 from gpuscale.allocator.domain.model import Reservation, State
 from gpuscale.allocator.state.schema import Table
 from gpuscale.allocator.state.usage_ledger import UsageLedger
-from gpuscale.allocator.usecases.accounting import SLICE, Accounting
+from gpuscale.allocator.usecases.accounting import Accounting
 from gpuscale.allocator.usecases.fleet import FleetView
 from gpuscale.common.errors import UnavailableError
+from gpuscale.common.runtime.metrics_text import AT_ONCE, MetricsPage
 from tests.support.allocator_values import gpu, node, order, reserved
 from tests.support.clock import ManualClock
 
@@ -209,24 +212,24 @@ def test_the_ledger_adds_up_to_what_was_granted_to_the_millisecond(steps: list[t
     asyncio.run(run())
 
 
-async def test_accounts_of_many_new_leases_are_opened_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others run between two slices, whatever burst of grants came before."""
-    life, opened, each = Life(), 0, list[int]()
+async def test_others_run_between_slices_of_a_look_and_of_a_scrape(monkeypatch: pytest.MonkeyPatch) -> None:
+    life, done, none = Life(), [0], SimpleNamespace(caps=(), sums=())
     await life.begin()
-    for _ in range(10 * SLICE):
+    for _ in range(10 * AT_ONCE):
         await life.grant(0)
 
-    def count(_: Account) -> None:
-        nonlocal opened
-        opened += 1
+    def count(*_: object) -> None:
+        done[-1] += 1
 
     monkeypatch.setattr(Account, "__post_init__", count)
-    look = asyncio.ensure_future(life.accounting.look())
-    while not look.done():
-        await asyncio.sleep(0)
-        each.append(opened)
-        opened = 0
-    assert (max(each), sum(each)) == (SLICE, 10 * SLICE)
+    monkeypatch.setattr(MetricsPage, "add", count)
+    others: Any = SimpleNamespace(waiting=dict, longest_wait=lambda _: 0.0, found=none)
+    for work in (life.accounting.look(), add_figures(life.accounting, others, others, None, MetricsPage())):
+        task = asyncio.ensure_future(work)
+        while not task.done():
+            done.append(0)
+            await asyncio.sleep(0)
+    assert max(done) < 2 * AT_ONCE < 20 * AT_ONCE <= sum(done)
 
 
 async def test_a_lease_whose_only_reading_came_too_late_has_an_unknown_energy_and_not_none() -> None:

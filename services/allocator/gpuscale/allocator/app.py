@@ -59,8 +59,8 @@ from gpuscale.common.rpc.meter import CallMeter
 from gpuscale.common.rpc.server import Registration, registrations
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.lifecycle import DirectoryLock
-from gpuscale.common.runtime.metrics_text import Family, MetricsPage, labels
-from gpuscale.common.runtime.tasks import Clock, SystemClock, TaskScope
+from gpuscale.common.runtime.metrics_text import AT_ONCE, Family, MetricsPage, labels
+from gpuscale.common.runtime.tasks import Clock, SystemClock, TaskScope, in_slices
 from gpuscale.common.store.store import add_store
 from gpuscale.common.store.term import Term
 
@@ -288,8 +288,6 @@ _GPU_SECONDS = Family(
     "counter",
     "GPU time granted, used and unused, by tenant: at most 100 of them, then other.",
 )
-
-
 _BUDGET = Family("gpuscale_power_budget_watts", "gauge", "Watts that the GPUs of a sum may draw.")
 _DRAWN = Family(
     "gpuscale_power_budget_drawn_watts", "gauge", "Watts that they draw; unknown draws count as their limits."
@@ -303,7 +301,7 @@ async def add_figures(
     """Add the figures to a page; `file` is the database, if it is a file."""
     ledger, view, clock = accounting.ledger, accounting.view, accounting.clock
     states, on_nodes, shares = Counter[str](), Counter[str](), 0
-    for one in ledger.reservations(ended=False):
+    async for one in in_slices([*ledger.reservations(ended=False)], AT_ONCE):
         states[one.state.name] += 1
         on_nodes.update({gpu.node for gpu in one.gpus})
         shares += len(one.gpus)

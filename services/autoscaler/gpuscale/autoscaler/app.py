@@ -38,8 +38,8 @@ from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.rpc.meter import CallMeter
 from gpuscale.common.rpc.server import Registration, registrations
 from gpuscale.common.runtime.lifecycle import DirectoryLock
-from gpuscale.common.runtime.metrics_text import Family, MetricsPage, labels
-from gpuscale.common.runtime.tasks import Clock, SystemClock, TaskScope
+from gpuscale.common.runtime.metrics_text import AT_ONCE, Family, MetricsPage, labels
+from gpuscale.common.runtime.tasks import Clock, SystemClock, TaskScope, in_slices
 from gpuscale.common.store.sqlite_store import Sqlite
 from gpuscale.common.store.store import Store, add_store
 from gpuscale.common.store.term import Term
@@ -172,7 +172,7 @@ async def add_figures(
     page: MetricsPage,
 ) -> None:
     """Add the figures to a page; `file` is the database, if it is a file."""
-    for endpoint, counts, late in reconciler.counts():
+    async for endpoint, counts, late in in_slices(reconciler.counts(), AT_ONCE):
         named = labels({"endpoint": endpoint})
         page.add(_DESIRED, named, counts.desired)
         page.add(_GRANTED, named, counts.granted)

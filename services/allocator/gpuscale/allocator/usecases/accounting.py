@@ -23,7 +23,7 @@ from gpuscale.allocator.usecases.fleet import FleetView
 from gpuscale.common.errors import GpuscaleError, NotFoundError
 from gpuscale.common.names import reservation_name
 from gpuscale.common.runtime.logs import Attempts, get_logger
-from gpuscale.common.runtime.tasks import Clock, uninterrupted
+from gpuscale.common.runtime.tasks import Clock, in_slices, uninterrupted
 
 LOOK = 10.0
 """Seconds between looks: as often as readings of held GPUs are sure to arrive."""
@@ -181,9 +181,7 @@ class Accounting:
         yesterday, self._today = self._today, self._wall() // accounting.DAY
         if accounting.month_of(yesterday) != accounting.month_of(self._today):
             self.turn()
-        for nth, account in enumerate(self._all(), 1):
-            if nth % SLICE == 0:
-                await asyncio.sleep(0)
+        async for account in in_slices(self._all(), SLICE):
             one = self._open(account)
             if one is not None:
                 self._states[one.id] = states = self._look(account, self.clock.now(), self._wall())

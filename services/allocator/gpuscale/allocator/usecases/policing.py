@@ -61,7 +61,7 @@ from gpuscale.common.names import gpu_name, node_name, reservation_name
 from gpuscale.common.rpc.channel import RPC_TIMEOUT
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.logs import Attempts, get_logger
-from gpuscale.common.runtime.tasks import wait_at_most
+from gpuscale.common.runtime.tasks import in_slices, wait_at_most
 
 HEARD = 15.0
 """Seconds after which an agent that asked for no orders is silent; it asks every 5 s."""
@@ -189,9 +189,7 @@ class Policing:
         after: dict[Key, FollowedTrack] = {}
         acts: list[PolicyAct] = []
         for key, (etag, policy) in policies.items():
-            for nth, sighting in enumerate(sightings[policy.condition is PolicyCondition.OUTSIDER]):
-                if nth % SLICE == 0:
-                    await asyncio.sleep(0)
+            async for sighting in in_slices(sightings[policy.condition is PolicyCondition.OUTSIDER], SLICE):
                 if not policy.scope.holds(sighting.subject):
                     continue
                 before = self._tracks.get((key, sighting.subject.name))
@@ -277,7 +275,7 @@ class Policing:
         kinds = {policy.condition is PolicyCondition.OUTSIDER for policy in policies}
         found: dict[bool, list[SeenSubject]] = {False: [], True: []}
         held = list(self.records.ledger.reservations(ended=False)) if False in kinds else []
-        for nth, one in enumerate(held, 1):
+        async for one in in_slices(held, SLICE):
             if one.gpus and not one.waiting:
                 usage = self.records.usage(one)
                 gpus: list[GpuSighting] = []
@@ -291,15 +289,11 @@ class Policing:
                 age = self.records.clock.now() - self.world.granted_at(one)
                 subject = subject_of(reservation_name(one.id), [one])
                 found[False].append(SeenSubject(subject, tuple(gpus), max(0.0, age)))
-            if nth % SLICE == 0:
-                await asyncio.sleep(0)
         followed: dict[str, dict[str, PolicySubject]] = defaultdict(dict)
         for subject in (one.track.subject for one in self._tracks.values()):
             followed[subject.name.partition("/processes/")[0]][subject.name] = subject
-        for nth, node in enumerate(self.records.view.nodes if True in kinds else (), 1):
+        async for node in in_slices(self.records.view.nodes if True in kinds else (), SLICE):
             found[True] += self._of_node(node.id, followed)
-            if nth % SLICE == 0:
-                await asyncio.sleep(0)
         return found
 
     def _of_node(

@@ -23,6 +23,7 @@ from gpuscale.common import wire
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, NotFoundError
 from gpuscale.common.names import gpu_name, node_name
 from gpuscale.common.runtime.logs import Attempts, get_logger
+from gpuscale.common.runtime.tasks import in_slices
 
 LOOK = 1.0
 """Seconds between two looks."""
@@ -116,9 +117,7 @@ class Powering:
             return
         nodes, newly = self.records.view.nodes, self.records.ledger.use.newly
         counted, gpus = list(newly), dict[str, Sequence[PoweredGpu]]()
-        for nth, node in enumerate(nodes):
-            if nth % SLICE == 0:
-                await asyncio.sleep(0)
+        async for node in in_slices(nodes, SLICE):
             if node.id in self._told or any(budget.sum_of(node) for _, budget in budgets):
                 gpus[node.id] = self._gpus(node)
         now, before = self._now(), self.found

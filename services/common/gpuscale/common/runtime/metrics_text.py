@@ -17,6 +17,8 @@ Kind = Literal["gauge", "counter", "histogram", "untyped"]
 SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 """Upper bounds of the buckets of a histogram of durations."""
 PIECE: Final = 1 << 16
+AT_ONCE: Final = 128
+"""Of what may be many thousands, how many add their series before other calls run: about 0.5 ms."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterable, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -124,6 +124,14 @@ def uninterrupted(change: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Co
         return task.result()
 
     return complete
+
+
+async def in_slices(items: Iterable[T], size: int) -> AsyncGenerator[T]:
+    """The items; other tasks run before each `size` of them."""
+    for nth, one in enumerate(items):
+        if nth % size == 0:
+            await asyncio.sleep(0)
+        yield one
 
 
 class TaskScope:
