@@ -250,9 +250,10 @@ def test_a_job_tells_why_it_waits_what_it_got_and_wrote(browser: Browser, link_f
         assert [one.code for one in begun] == [0, 0], begun
         first, second = (one.out.strip() for one in begun)
         site = come(page, link_file, "/reservations?filter=waiting")
-        page.get_by_text("before it: no room now for 2 GPUs").wait_for()
+        waits = page.get_by_text(re.compile("(before it|next in the queue): no room now for 2 GPUs")).first
+        waits.wait_for()
         page.get_by_role("link", name=second).click()
-        page.get_by_text("before it: no room now for 2 GPUs").wait_for()
+        waits.wait_for()
         page.goto(f"{site}/reservations/{first}")
         page.get_by_text(re.compile(r"^[\d.]+ x memory [\d.]+ \+ ")).first.wait_for()  # why these GPUs
         goes_on.touch()
