@@ -250,14 +250,12 @@ class Notifying:
 
 def _why_unreachable(error: BaseException) -> str:
     """Why a request failed, by the cause that the system named: texts of HTTP errors may have the address."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, ssl.SSLCertVerificationError):
-            return f"its certificate is refused: {cause.verify_message}"
-        if isinstance(cause, OSError) and cause.errno is not None:
-            of_resolver = cause.errno < 0
-            return f"cannot be reached: {cause.strerror if of_resolver else os.strerror(cause.errno)}"
-        cause = cause.__cause__ or cause.__context__
+    while (number := getattr(error, "errno", None)) is None and (why := error.__cause__ or error.__context__):
+        error = why
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is refused: {error.verify_message}"
+    if isinstance(error, OSError) and number is not None:  # of names that are not found: negative
+        return f"cannot be reached: {os.strerror(number) if number > 0 else error.strerror}"
     return f"cannot be reached: {type(error).__name__}"
 
 

@@ -82,7 +82,7 @@ class EngineCrew:
         self._steps: Sequence[Step] = ()
         self._failed: Mapping[str, str] = {}
         self._problems: list[OSError] = []
-        self._unwritten: Mapping[str, OSError] = {}
+        self._waits: dict[str, ReplicaReport] = {}
         self._poke = asyncio.Event()
         self._looked = asyncio.Event()
         self._closing = False
@@ -98,11 +98,7 @@ class EngineCrew:
         """Every known replica by name; None while the state of the engine is unknown."""
         if self._seen_at is None or self._clock.now() - self._seen_at > FRESH:
             return None
-        waits = {
-            name: ReplicaReport(ReplicaState.STARTING, reason=f"its adapter cannot write its journal: {why.strerror}")
-            for name, why in self._unwritten.items()
-        }
-        return waits | reports(self._shown, self._records, self._killed)
+        return self._waits | reports(self._shown, self._records, self._killed)
 
     def metrics(self) -> dict[str, str]:
         """The metrics URLs of ready replicas, by name."""
@@ -180,7 +176,9 @@ class EngineCrew:
         )
         self._problems.clear()
         errors = await self._write(plan.write)
-        self._unwritten = {name: why for name, why in errors.items() if name not in self._records}
+        why = {name: f"its adapter cannot write its journal: {one.strerror}" for name, one in errors.items()}
+        waits = why.keys() - self._records.keys()
+        self._waits = {name: ReplicaReport(ReplicaState.STARTING, reason=why[name]) for name in waits}
         if self._closing:  # `end_all` came meanwhile, and does not know of them
             boot = self._clock.boot_id
             begun = [one.replica for one in plan.write if one.phase is Phase.INTENT]

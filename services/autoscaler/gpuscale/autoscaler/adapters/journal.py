@@ -5,7 +5,7 @@ engine is told of the replica. Blocking; call it in a thread.
 """
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -82,12 +82,10 @@ class Journal:
                 ) from error
         return sorted(records, key=lambda record: record.replica)
 
-    def write(self, records: Iterable[JournalRecord]) -> dict[str, OSError]:
+    def write(self, records: Sequence[JournalRecord]) -> dict[str, OSError]:
         """Write records, on disk when this returns; returns the errors, by replica."""
         failed: dict[str, OSError] = {}
-        replicas: list[str] = []
         for record in records:
-            replicas.append(record.replica)
             try:
                 write_private(self._path(record.replica), _RECORD.dump_json(record), keep_owner=False)
             except OSError as error:
@@ -95,7 +93,7 @@ class Journal:
         try:
             self._flush_directory()
         except OSError as error:
-            return dict.fromkeys(replicas, error)
+            return dict.fromkeys((record.replica for record in records), error)
         return failed
 
     def remove(self, replicas: Iterable[str]) -> None:
