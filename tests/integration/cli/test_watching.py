@@ -9,6 +9,7 @@ import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from unittest.mock import Mock
 
 import pytest
 
@@ -82,7 +83,7 @@ def test_events_are_written_when_they_happen() -> None:
 
 def test_without_changes_it_waits_as_long_as_it_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
-    monkeypatch.setattr("gpuscale.cli.console.lookup.time.sleep", slept.append)
+    monkeypatch.setattr("gpuscale.cli.console.lookup.time", Mock(sleep=slept.append))
     with FakeServer() as server, server.connect() as client:
         Streams(client).pause(0.3, away=True)
     assert slept == [0.2]
