@@ -178,6 +178,16 @@ def test_an_endpoint_that_is_not_there_cannot_be_acted_on(browser: Browser, link
         assert page.get_by_role("button", name="pause").count() == 0
 
 
+def test_headings_on_a_phone_keep_no_room_for_an_order_that_is_not_theirs(
+    browser: Browser, link_file: Path
+) -> None:
+    """Its sign took a line of its own above or below some of them."""
+    with page_of(browser, width=390) as page:
+        come(page, link_file, "/bookings")
+        page.get_by_text("nothing is booked this week").wait_for()
+        assert page.locator("th .q-table__sort-icon:visible").count() == 0
+
+
 def test_a_log_is_read_where_a_replica_is(browser: Browser, link_file: Path) -> None:
     with page_of(browser) as page:
         site = come(page, link_file, "/endpoints/chat")
