@@ -44,6 +44,7 @@ FAILURES: tuple[tuple[Operation, str], ...] = (
     ("apply", "JOURNAL_UNWRITABLE"),
 )
 """Operations that may fail, and why: counted from 0, so that the first failure is an increase."""
+UNWRITABLE = "its adapter cannot write its journal"
 _log = get_logger(__name__)
 
 
@@ -81,7 +82,7 @@ class EngineCrew:
         self._killed: set[str] = set()
         self._steps: Sequence[Step] = ()
         self._failed: Mapping[str, str] = {}
-        self._problems: list[OSError] = []
+        self._problems: dict[str, OSError] = {}
         self._waits: dict[str, ReplicaReport] = {}
         self._poke = asyncio.Event()
         self._looked = asyncio.Event()
@@ -175,10 +176,12 @@ class EngineCrew:
             )
         )
         self._problems.clear()
-        errors = await self._write(plan.write)
-        why = {name: f"its adapter cannot write its journal: {one.strerror}" for name, one in errors.items()}
-        waits = why.keys() - self._records.keys()
-        self._waits = {name: ReplicaReport(ReplicaState.STARTING, reason=why[name]) for name in waits}
+        await self._write(plan.write)
+        self._waits = {
+            name: ReplicaReport(ReplicaState.STARTING, reason=f"{UNWRITABLE}: {why.strerror}")
+            for name, why in self._problems.items()
+            if name not in self._records
+        }
         if self._closing:  # `end_all` came meanwhile, and does not know of them
             boot = self._clock.boot_id
             begun = [one.replica for one in plan.write if one.phase is Phase.INTENT]
@@ -201,7 +204,7 @@ class EngineCrew:
         self._tell()
         self._looked.set()
         if self._problems:
-            raise self._problems[-1]
+            raise next(iter(self._problems.values()))
 
     async def _look(self) -> None:
         with self._measured("observe"):
@@ -263,18 +266,17 @@ class EngineCrew:
         finally:
             self.spent[operation].observe(self._clock.now() - begun)
 
-    async def _write(self, records: Sequence[JournalRecord]) -> Mapping[str, OSError]:
-        """Write these records, except intents that cannot be written; returns the errors, also kept in `_problems`."""
+    async def _write(self, records: Sequence[JournalRecord]) -> None:
+        """Write these records, except intents that cannot be written; `_problems` says why."""
         if not records:
-            return {}
+            return
         errors = await asyncio.to_thread(self._journal.write, records)
         for record in records:
             if record.phase is not Phase.INTENT or record.replica not in errors:
                 self._records[record.replica] = record
             if record.phase is Phase.ENDED and record.replica not in self._seen:
                 self._shown.pop(record.replica, None)
-        self._problems.extend(errors.values())
-        return errors
+        self._problems |= errors
 
     def _tell(self) -> None:
         now = self.reports()
