@@ -358,13 +358,11 @@ def reaches(subject: str, url: SecretUrl) -> Diagnosis:
 async def upstreams(settings: UpstreamSettings) -> list[Diagnosis]:
     """Check that a program's upstreams answer, with its certificate and token."""
     found: list[Diagnosis] = []
-    for field in type(settings).model_fields:
-        if field not in _QUESTIONS or not getattr(settings, field):
-            continue
-        method, request = _QUESTIONS[field]
-        caller = _AS_GATEWAY if settings.section == "gateway" and settings.cert_file else ()
-        passes_on = settings.section == "gateway" or getattr(settings, "sign_in", False)
-        for address in split_addresses(getattr(settings, field)):
+    caller = _AS_GATEWAY if settings.section == "gateway" and settings.cert_file else ()
+    passes_on = settings.section == "gateway" or getattr(settings, "sign_in", False)
+    for field, (method, request) in _QUESTIONS.items():
+        named = getattr(settings, field, "")
+        for address in split_addresses(named) if named else ():
             subject = f"{settings.section} {field}"
             try:
                 async with settings.open_channel(address) as channel:
