@@ -18,11 +18,13 @@ def main() -> None:
     place, leave = Path(sys.argv[1]), list[int]()
     signal.signal(signal.SIGTERM, lambda number, _frame: leave.append(number))
     own = f"{os.environ['CUDA_VISIBLE_DEVICES']} {os.getpid()}"
+    waiting = list[Path]()  # the next one last: to list thousands for each would take a tenth of a core
     while not leave:
-        message = next(iter(sorted((place / "new").iterdir())), None)
-        if message is None:
+        waiting = waiting or sorted((place / "new").iterdir(), reverse=True)
+        if not waiting:
             time.sleep(SECONDS)
             continue
+        message = waiting.pop()
         try:
             message.rename(place / "taken" / message.name)
         except FileNotFoundError:
