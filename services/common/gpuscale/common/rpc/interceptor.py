@@ -33,7 +33,7 @@ from gpuscale.common import VERSION, errors, wire
 from gpuscale.common.rpc.calls import Connections, Refusals
 from gpuscale.common.rpc.meter import CallWatcher
 from gpuscale.common.rpc.status import REQUEST_ID_KEY, ROLE_KEY, VERSION_KEY, to_rpc_status
-from gpuscale.common.rpc.validation import checks_of, validate
+from gpuscale.common.rpc.validation import quick_check_of, validate
 from gpuscale.common.runtime.logs import call_id, get_logger
 from gpuscale.common.runtime.tasks import begin_call
 from gpuscale.common.security.auth import (
@@ -183,7 +183,7 @@ class Guard:
         self._deserialize = handler.request_deserializer
         self._serialize = handler.response_serializer
         checked = info if info is not None and info.ours and self._deserialize is not None else None
-        self._problems = None if checked is None else checks_of(wire.find_method(path).input_type)
+        self._is_right = None if checked is None else quick_check_of(wire.find_method(path).input_type)
         self._pages = checked is not None and checked.pages
         self._tells = info is not None and info.pages
         self._streams_requests = handler.request_streaming
@@ -318,7 +318,7 @@ class Guard:
         else:
             calls.enter_unary(task)
         message: Any = request if self._deserialize is None else self._decode(request)
-        if self._problems is not None and self._problems(message):
+        if self._is_right is not None and not self._is_right(message):
             validate(message)
         seal = wire.open_page(message) if self._pages else ""
         if in_time:
@@ -351,7 +351,7 @@ class Guard:
             message = request
             if not (self._streams_requests or self._deserialize is None):
                 message = self._decode(request)
-                if self._problems is not None:
+                if self._is_right is not None:
                     validate(message)
             if not self._generates:
                 response = await self._behavior(message, context)

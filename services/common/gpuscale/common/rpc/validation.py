@@ -319,9 +319,9 @@ def validate(message: Message) -> None:
         raise InvalidArgumentError(f"{first.field} {first.description}{more}", violations=found)
 
 
-def checks_of(descriptor: Any) -> Callable[[Message], object]:
-    """A fast check for messages of a type: a true result means that `validate` would raise."""
-    return _checks(descriptor).problems
+def quick_check_of(descriptor: Any) -> Callable[[Message], bool]:
+    """A fast check for messages of a type: only where it is false `validate` may raise."""
+    return _checks(descriptor).is_right
 
 
 def forget_unknown(message: Message) -> None:
@@ -465,7 +465,7 @@ class _MessageChecks:
             return
         self._scalars.append(_Scalar(field.name, field.has_presence, rules.required, check, text))
         self._screens[field] = check
-        if rules.required:
+        if rules.required and (field.has_presence or not text):  # other texts are listed only if not empty
             self._screens[field] = lambda value: not value or (check is not None and check(value))
         elif check is not None and not (field.has_presence or text) and check(0) is not None:
             self._needed.add(field)  # unset counts as 0, which is invalid
