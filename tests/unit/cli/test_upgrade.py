@@ -9,7 +9,7 @@ import pytest
 from gpuscale.allocator.state import schema as of_allocator
 from gpuscale.autoscaler.state import store as of_autoscaler
 from gpuscale.cli.commands import doctor, upgrade
-from gpuscale.cli.commands.upgrade import fits
+from gpuscale.cli.commands.upgrade import fits, judged
 from gpuscale.cli.console.command import Session
 from gpuscale.monitor.state import store as of_fleet
 
@@ -30,6 +30,20 @@ from gpuscale.monitor.state import store as of_fleet
 )
 def test_minor_versions_are_one_apart_at_most(one: str, other: str, expected: bool) -> None:
     assert (fits(one, other), fits(other, one)) == (expected, expected)
+
+
+@pytest.mark.parametrize(
+    ("program", "theirs", "expected"),
+    [
+        ("agent", "0.1.0", "WARN"),
+        ("agent", "0.2.0", "OK"),
+        ("gateway", "0.1.0", "OK"),
+        ("adapter", "0.4.0", "FAIL"),
+    ],
+)
+def test_agents_and_adapters_of_the_first_release_are_told(program: str, theirs: str, expected: str) -> None:
+    """Services of now answer them `Method not found!`; a FAIL would keep the services from being upgraded first."""
+    assert judged(program, theirs, "0.2.0")[0] == expected
 
 
 @pytest.mark.parametrize(

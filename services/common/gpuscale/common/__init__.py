@@ -4,5 +4,5 @@ Begin with `errors`; then `rpc` for calls, `store` for state, `security` for cal
 for settings and programs. `names`, `sizes`, `secrets` and `wire` hold values.
 """
 
-VERSION = "0.1.0"
+VERSION = "0.2.0.dev0"
 """Same as in pyproject. Reading it with importlib.metadata would cost 3 MB."""

@@ -35,6 +35,18 @@ def fits(one: str, other: str) -> bool:
     return len(numbers) == 2 and numbers[0][0] == numbers[1][0] and abs(numbers[0][1] - numbers[1][1]) <= 1
 
 
+def judged(program: str, theirs: str, own: str) -> tuple[str, str]:
+    """Whether a program's version works with the one that is installed here, and what to do if not."""
+    if not fits(theirs, own):
+        return "FAIL", f"upgrade it in steps of one minor version up to {own}"
+    if program in {"agent", "adapter"} and theirs.startswith("0.1.") and not own.startswith("0.1."):
+        return (
+            "WARN",
+            "it speaks to no later services: upgrade its host in the same go (docs/operations.md#upgrade)",
+        )
+    return "OK", ""
+
+
 @command("upgrade --plan")
 @CONFIG
 @option("--plan", is_flag=True, help="Show versions and what would be restarted, without restarting.")
@@ -53,8 +65,7 @@ def upgrade(session: Session, config: Path | None, plan: bool) -> None:
             if not theirs:
                 found.append(_row("WARN", what, f"its {program} reports no version, so it is an old one"))
                 continue
-            state = "OK" if fits(theirs, own) else "FAIL"
-            advice = "" if state == "OK" else f"upgrade it in steps of one minor version up to {own}"
+            state, advice = judged(program, theirs, own)
             found.append(_row(state, what, f"its {program} is {theirs}", advice))
     except GpuscaleError as error:
         silent = error
