@@ -125,14 +125,14 @@ async def test_a_full_disk_is_an_error_of_its_own_and_loses_nothing(
         with pytest.raises(UnavailableError):
             await notes.write(large)  # alone, as a group it is counted too
         assert Store.failures == failures + 2
-        monkeypatch.setattr(sqlite_store.Sqlite, "short", True)
+        monkeypatch.setattr(sqlite_store.Room, "look", lambda _: True)
         await notes.write(lambda _: None)  # what takes no room, as a look for some
         assert "the state is written again" not in caplog.text
         monkeypatch.undo()
         await notes.write(pragma("max_page_count=1000000"))
         assert await notes.write(add(2)) == 1
         # The allocator refuses a grant before it asks its store: that the disk is short is told all the same.
-        monkeypatch.setattr(sqlite_store.Sqlite, "short", True)
+        monkeypatch.setattr(sqlite_store.Room, "look", lambda _: True)
         await notes.write(lambda _: None)
         told = "the notes cannot write its state: the disk of the state is full"
         assert Store.trouble("notes", why=True) == told

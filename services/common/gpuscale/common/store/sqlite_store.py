@@ -95,10 +95,10 @@ class Room:
         self._fallocate = ctypes.CDLL(None, use_errno=True).fallocate
         self._fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
-    def look(self) -> None:
-        """Reserve space for files that have grown, or lacked it before."""
+    def look(self) -> bool:
+        """Reserve space for files that have grown, or lacked it before. Whether they are `short` of it."""
         if not self._able:
-            return
+            return self.short
         was_short, self.short = self.short, False
         for path in self._paths:
             if (file := self._files.get(path)) is None:
@@ -121,6 +121,7 @@ class Room:
                 file=self._paths[0],
                 bytes=ROOM,
             )
+        return self.short
 
     def close(self) -> None:
         """Close the files, which releases the space."""
@@ -200,7 +201,7 @@ class Sqlite(Backend):
                             self.migrations[step](connection)
                         self.metadata.create_all(connection)
                         connection.exec_driver_sql(f"PRAGMA user_version={self.version}")
-            self._room.look()
+            self.short = self._room.look()
             yield connection
 
     @contextmanager
@@ -215,19 +216,14 @@ class Sqlite(Backend):
         """A write transaction."""
         return _Transaction(connection)
 
-    @property
-    def short(self) -> bool:
-        """Whether the disk has only the space left that is reserved for work that frees some."""
-        return self._room.short
-
     @contextmanager
     def taking_room(self, connection: Connection) -> Generator[None]:
         """Refuse changes while the disk is `short`."""
         before = raw(connection).total_changes
         yield
-        if self._room.short and raw(connection).total_changes != before:
-            self._room.look()
-            if self._room.short:
+        if self.short and raw(connection).total_changes != before:
+            self.short = self._room.look()
+            if self.short:
                 raise UnavailableError(DISK_FULL, reason="DISK_FULL")
 
     def in_transaction(self, connection: Connection) -> bool:
@@ -253,7 +249,7 @@ class Sqlite(Backend):
         """Call the guard, and reserve space after the written data."""
         if self.guard is not None:
             self.guard.ended(committed=committed)
-        self._room.look()
+        self.short = self._room.look()
 
 
 class _Transaction:

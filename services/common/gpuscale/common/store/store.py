@@ -59,22 +59,19 @@ T = TypeVar("T")
 class Backend(ABC):
     """A database. The thread that enters `writer` or `reader` uses the connection.
 
-    `errors` are of its driver and of SQLAlchemy. An earlier `version` is migrated, by `migrations` from each.
+    `errors` are of its driver and of SQLAlchemy. An earlier `version` is migrated, by `migrations` from each. `short` while
+    the disk has only the space left that is reserved for work that frees some.
     """
 
     errors: ClassVar[tuple[type[Exception], ...]]
     version: int
     migrations: "Migrations"
+    short = False
 
     @property
     @abstractmethod
     def where(self) -> str:
         """Where the state is, for errors."""
-
-    @property
-    def short(self) -> bool:
-        """Whether the disk has only the space left that is reserved for work that frees some."""
-        return False
 
     @abstractmethod
     def writer(self) -> AbstractContextManager[Connection]:
