@@ -45,7 +45,10 @@ class Context:
         return ()
 
     def set_trailing_metadata(self, metadata: object) -> None:
-        """Nobody reads it."""
+        """Only what adds to it reads it."""
+
+    def trailing_metadata(self) -> tuple[()]:
+        return ()
 
     def time_remaining(self) -> float:
         return 30.0
