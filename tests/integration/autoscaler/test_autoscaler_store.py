@@ -506,9 +506,8 @@ async def test_a_restart_reads_as_often_for_many_endpoints_as_for_one(
 
 
 async def test_a_page_of_a_list_costs_what_is_on_it(state: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    deps: Any = SimpleNamespace(
-        store=state, hub=SimpleNamespace(live=lambda _: True), repetitions=Repetitions(state)
-    )
+    hub = SimpleNamespace(live=lambda _: True, silent=lambda _: set[str]())
+    deps: Any = SimpleNamespace(store=state, hub=hub, repetitions=Repetitions(state))
     listing = endpoint_changes.Endpoints(deps, Wakes(), watcher_exists=lambda _: True, prometheus=())
     work = list[str]()
 
