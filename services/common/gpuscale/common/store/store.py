@@ -174,11 +174,14 @@ class Store:
             UnavailableError: STATE_UNAVAILABLE or DISK_FULL.
         """
         commit = partial(_commit, name, backend)
-        async with (
-            _Worker(f"{name}-store-writer", backend.writer, commit) as writer,
-            _Worker(f"{name}-store-reader", backend.reader, partial(_query, backend)) as reader,
-        ):
-            yield cls(backend, writer, reader)
+        try:
+            async with (
+                _Worker(f"{name}-store-writer", backend.writer, commit) as writer,
+                _Worker(f"{name}-store-reader", backend.reader, partial(_query, backend)) as reader,
+            ):
+                yield cls(backend, writer, reader)
+        finally:
+            cls.problem.pop(name, "")  # of a leader that has stepped down: its successor tells its own
 
     async def write(self, work: Callable[[Connection], T], *, frees: bool = False) -> T:
         """Run `work` in the writer thread and return its result once it is on disk.
