@@ -1,11 +1,13 @@
 """Use policies on a real allocator, its time moved by the test: who is noted, told and sent away, and who never is."""
 
+import asyncio
 import ssl
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import trustme
@@ -199,20 +201,28 @@ async def test_an_update_clears_what_its_mask_names_in_a_message_that_is_not_set
 
 
 @pytest.mark.parametrize(
-    ("allowed", "problem"),
+    ("url", "problem"),
     [
-        ((), "127.0.0.1 has no address that allocator.notify_networks allows"),
-        (("127.0.0.0/8",), "its certificate is refused: unable to get local issuer certificate"),
-        (("127.0.0.0/8",), "cannot be reached: Connection refused"),
+        ("https://localhost:{tls}", "localhost has no address that allocator.notify_networks allows"),
+        ("https://127.0.0.1:{tls}", "its certificate is refused: unable to get local issuer certificate"),
+        ("https://127.0.0.1:{mail}", "cannot be reached over TLS: wrong version number"),
+        ("http://127.0.0.1:{mail}", "it gave no answer in HTTP"),
+        ("http://127.0.0.1:{none}", "cannot be reached: Connection refused"),
     ],
 )
-async def test_why_a_target_is_not_reached_is_told(tmp_path: Path, allowed: Any, problem: str) -> None:
+async def test_why_a_target_is_not_reached_is_told(tmp_path: Path, url: str, problem: str) -> None:
+    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"220 mail\r\n\r\n")
+        await reader.read()
+        writer.close()
+
     mine = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     trustme.CA().issue_cert("127.0.0.1").configure_cert(mine)
-    fleet = FakeFleet(node_message("n0", count=1))
-    async with webhook(mine) as hook, lab(tmp_path, fleet, ManualClock(), allowed) as (client, admin):
-        nowhere = f"http://127.0.0.1:{free_port()}/"
-        await admin.target(nowhere if problem.endswith("refused") else hook.address)
+    fleet, allowed = FakeFleet(node_message("n0", count=1)), ("127.0.0.0/8",) if "127" in url else ()
+    mail = await asyncio.start_server(greet, "127.0.0.1", 0)
+    async with mail, webhook(mine) as hook, lab(tmp_path, fleet, ManualClock(), allowed) as (client, admin):
+        tls, greets = urlsplit(hook.address).port, mail.sockets[0].getsockname()[1]
+        await admin.target(url.format(tls=tls, mail=greets, none=free_port()))
         await client.reserve(1)
         await admin.drain()
         (letter,) = await eventually(lambda: _failed(admin))

@@ -237,6 +237,8 @@ class Notifying:
                     return "" if response.is_success else f"it answered {response.status_code}"
         except TimeoutError:
             return f"no answer within {TIMEOUT:g} s"
+        except httpx.RemoteProtocolError:
+            return "it gave no answer in HTTP"
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
             return _why_unreachable(error)
 
@@ -254,6 +256,8 @@ def _why_unreachable(error: BaseException) -> str:
         error = why
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is refused: {error.verify_message}"
+    if isinstance(error, ssl.SSLError):  # its number is none of the system
+        return f"cannot be reached over TLS: {(error.reason or 'no reason').replace('_', ' ').lower()}"
     if isinstance(error, OSError) and number is not None:  # of names that are not found: negative
         return f"cannot be reached: {os.strerror(number) if number > 0 else error.strerror}"
     return f"cannot be reached: {type(error).__name__}"
