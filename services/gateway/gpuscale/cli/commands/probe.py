@@ -5,6 +5,7 @@ import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from gpuscale.cli.commands.gpu_test import BROKEN, NOT_TESTED, UNUSABLE, GpuTest
@@ -164,7 +165,7 @@ def tested(client: "Client", gpu: "Gpu", user: str, here: str | None) -> Probed:
     orders = Orders(
         node="", directory="/", address=client.address, authority=client.authority(), user=user, check=True
     )
-    with os.fdopen(os.memfd_create("said"), "r+b") as kept:
+    with os.fdopen(os.memfd_create("said"), "r+b") as kept, Path(os.devnull).open("wb") as nowhere:
         try:
             granted = client.allocator.Reserve(request)
             [member] = orders.of_grant(granted, here)
@@ -173,7 +174,7 @@ def tested(client: "Client", gpu: "Gpu", user: str, here: str | None) -> Probed:
                 granted.reservation,
                 [supervised(member)],
                 stdout=kept.fileno(),
-                stderr=kept.fileno(),  # discard it: the member's report has the error
+                stderr=nowhere.fileno(),  # the member's report has the error
                 once=True,
                 environment=TERMINAL.callers_environment(),
             )
