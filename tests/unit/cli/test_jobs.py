@@ -324,8 +324,9 @@ echo {greeting}; read orders; echo done; echo warned >&2
         ("kex_exchange_identification: Connection closed by remote host", 2, 3),
         ("kex_exchange_identification: read: Connection reset by peer", 9, 5),
         ("Host key verification failed.", 1, 1),
+        ("stdio forwarding failed\nkex_exchange_identification: Connection closed by remote host", 1, 1),
     ],
-    ids=["for-now", "always", "for-another-reason"],
+    ids=["for-now", "always", "for-another-reason", "on-the-way"],
 )
 def test_ssh_tries_again_where_a_host_turns_it_away_before_it_says_who_it_is(
     why: str,
@@ -337,14 +338,67 @@ def test_ssh_tries_again_where_a_host_turns_it_away_before_it_says_who_it_is(
 ) -> None:
     """As sshd does when a loop starts thirty jobs at once."""
     monkeypatch.setattr(over_ssh, "FIRST_PAUSE", 0.002)
-    log, greeting = tmp_path / "log", GREETING.decode().strip()
-    script = SSHD.format(log=log, times=times, why=why, greeting=greeting)
+    log, started = tmp_path / "log", list[object]()
+    script = SSHD.format(log=log, times=times, why=why, greeting=GREETING.decode().strip())
     made = [over_ssh.Supervised(Orders(detached=True, **NO_TEXTS), ["sh", "-c", script])]
     refused = pytest.raises(UnavailableError, match=why) if times >= tries else nullcontext()
     with refused:
-        assert over_ssh.supervise_all(made, stdout=1, patience=60.0) == [0]
-    assert log.read_text().count("\n") == tries
+        assert over_ssh.supervise_all(made, stdout=1, patience=60.0, on_start=started.append) == [0]
+    assert (log.read_text().count("\n"), len(started)) == (tries, 2 * tries - 1), "with pauses"
     assert capfd.readouterr() == (("done\n", "warned\n") if times < tries else ("", ""))
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("signalled", [True, False])
+def test_a_pause_before_ssh_is_tried_again_ends_with_a_signal_and_not_after_the_patience(
+    signalled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpuscale.common.runtime.tasks.Backoff.next", lambda _: 60.0)
+    started, why = (
+        list[subprocess.Popen[bytes]](),
+        "kex_exchange_identification: read: Connection reset by peer",
+    )
+
+    def begun(process: "subprocess.Popen[bytes]") -> None:
+        started.append(process)
+        if len(started) == 2:
+            process.terminate()
+
+    script = SSHD.format(log=tmp_path / "log", times=9, why=why, greeting="")
+    made = [over_ssh.Supervised(Orders(detached=True, **NO_TEXTS), ["sh", "-c", script])]
+    with pytest.raises(UnavailableError, match=why):
+        over_ssh.supervise_all(made, stdout=1, patience=90.0 if signalled else 30.0, on_start=begun)
+    assert len(started) == 1 + signalled
+
+
+def test_members_that_came_up_at_another_try_run_with_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(over_ssh, "FIRST_PAUSE", 0.002)
+    made = list[over_ssh.Supervised]()
+    for number in range(2):
+        script = SSHD.format(
+            log=tmp_path / f"{number}",
+            times=number,
+            why="kex_exchange_identification: read",
+            greeting=GREETING.decode().strip(),
+        )
+        script = script.replace("echo done", "echo ready; read go; echo done")
+        made.append(over_ssh.Supervised(Orders(member=number, **NO_TEXTS), ["sh", "-c", script]))
+    with Path("/dev/full").open("wb", buffering=0) as full:
+        assert over_ssh.supervise_all(made, stdout=1, stderr=full.fileno(), patience=60.0) == [0, 0]
+    assert sorted(capfd.readouterr().out.split("\n")) == ["", "[0] done", "[1] done"]
+
+
+@pytest.mark.parametrize(("detached", "local", "ours"), [(0, 0, True), (1, 1, True), (1, 0, False)])
+def test_ssh_may_ask_a_person_unless_it_is_tried_again(detached: int, local: int, ours: bool) -> None:
+    """As for a touch of a FIDO key; and the helper of a shared connection, which holds standard error open, is not waited for."""
+    orders = Orders(detached=bool(detached), local=bool(local), **NO_TEXTS)
+    script = f"echo {GREETING.decode().strip()}; sleep 9 >/dev/null & read orders"
+    made, started = [over_ssh.Supervised(orders, ["sh", "-c", script])], list[subprocess.Popen[bytes]]()
+    began = time.monotonic()
+    assert over_ssh.supervise_all(made, stdout=1, patience=60.0, on_start=started.append) == [0]
+    assert (started[0].stderr is None, time.monotonic() - began < 8) == (ours, True)
 
 
 @pytest.mark.parametrize(
@@ -553,8 +607,8 @@ def test_output_of_members_without_lines_is_not_kept_back(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("gone", [False, True], ids=["disk", "reader"])
 def test_output_of_members_that_cannot_be_written_ends_them(supervises: bool, gone: bool) -> None:
     """A full disk, or a reader that is gone: they would wait for ever for somebody to take it, or seem to lose their host."""
-    script = f"echo {over_ssh.GREETING.decode().strip()}; read orders; echo ready; read go; exec yes >&{{0}}"
-    members = [("sh", "-c", script.format(number) if supervises else "yes") for number in (1, 2)]
+    script = f"echo {over_ssh.GREETING.decode().strip()}; read orders; echo ready; read go; exec yes"
+    members = [("sh", "-c", script if supervises else "yes")] * 2
     reader, writer = os.pipe()
     os.close(reader)
     with (

@@ -1,13 +1,15 @@
 """Programs on other hosts, started by the system's ssh with the user's own keys, settings and known hosts."""
 
 import os
+import re
 import shlex
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from functools import partial
+from pathlib import Path
 from typing import IO, NamedTuple, Self
 
 from gpuscale.client.orders import GO, GREETING, READY, Orders
@@ -27,12 +29,15 @@ EARLY_SECONDS = 10.0
 """How long an early supervisor waits for its orders."""
 _PATIENCE = ("-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=15")
 """Detects a lost host, for which ssh would wait for ever."""
-_TURNED_AWAY = "exchange_identification: "
-"""In what ssh says of a connection that sshd closed before anything else, as when very many are opened at once (its MaxStartups)."""
+_TURNED_AWAY = re.compile(
+    "(?s)(?!.*(Permission denied|open failed|forwarding failed|UNKNOWN port)).*exchange_identification: "
+)
+"""What ssh says of a connection that sshd closed before anything else, as when very many are opened at once (its MaxStartups); not
+where the way there is closed, as that of a ProxyJump."""
 TRIES, FIRST_PAUSE = 5, 2.0
-"""How often ssh is tried then; and most seconds before it is tried again, which double with each time."""
-_AFTER = ("sh", "-c", 'sleep "$0" && exec "$@"')
-"""Before words: starts them after some seconds, in which Ctrl-C and other signals end it as they do ssh."""
+"""How often ssh is tried where it was turned away; and most seconds before it is tried again, which double with each time."""
+LINGER = 1.0
+"""Most seconds for what an ended process said last: a helper of ssh, as of ControlPersist, may hold its standard error open."""
 CHUNK = 65_536
 MOST_LINES = 1000
 """Most lines of shell output before the supervisor's greeting."""
@@ -134,14 +139,15 @@ def _copy(
     source: IO[bytes] | None,
     descriptor: int,
     prefix: bytes,
-    failed: list[OSError],
+    failed: list[OSError] | None,
 ) -> None:
-    """Copy an output of a process, with a prefix before each line; a full disk or closed pipe is added to what `failed`."""
-    if source is None:
-        raise RuntimeError("it has no pipe")
+    """Copy an output of a process, if there is a pipe, with a prefix before each line.
+
+    A full disk or closed pipe ends the process and is added to what `failed`; without that, the rest is discarded.
+    """
     left = b""
     try:
-        while chunk := os.read(source.fileno(), CHUNK):
+        while source and (chunk := os.read(source.fileno(), CHUNK)):
             if prefix:
                 *lines, left = (left + chunk).split(b"\n")
                 if len(left) > CHUNK:  # without an end, as of a progress bar
@@ -151,8 +157,14 @@ def _copy(
         if left:
             _write(descriptor, prefix + left + b"\n")
     except OSError as error:
-        process.terminate()  # the command ends, like a local one would
-        failed.append(error)
+        if failed is not None:
+            process.terminate()  # the command ends, like a local one would
+            failed.append(error)
+        elif source:
+            with Path(os.devnull).open("wb") as nowhere:
+                _copy(process, source, nowhere.fileno(), b"", None)
+    except ValueError:  # closed by us after the process ended: a helper of ssh held it open
+        pass
 
 
 class EarlyStart:
@@ -221,26 +233,28 @@ def supervise_all(
         FailedPreconditionError: no ssh here (NO_SSH), or one of several members cannot start, so none did (MEMBER_NOT_READY).
         UnavailableError: no supervisor started on one of the nodes, so nothing runs (NO_SUPERVISOR).
     """
-    failed = list[OSError]()
+    failed, first = list[OSError](), members[0].orders
+    alone = len(members) == 1 and stderr is None
+    early = members[0].early.take(first) if members[0].early and alone else None
+    # Ours where it is not read for another try: ssh may ask a person there.
+    inherit = alone and (first.local or not first.detached)
+    together, outputs = first.stop_together, (stdout, 2 if stderr is None else stderr)
     with ExitStack() as stack:
 
-        def start(one: Supervised, pause: float = 0.0) -> "subprocess.Popen[bytes]":
-            words = [*_AFTER, f"{pause:.3f}", *one.words] if pause else one.words
-            inherit = alone and one.orders.local
-            process = early or stack.enter_context(_started(words, environment, inherit=inherit))
+        def start(words: list[str]) -> "subprocess.Popen[bytes]":
+            process = stack.enter_context(_started(words, environment, inherit=inherit))
             on_start(process)
             stack.callback(process.kill)
             return process
 
-        alone = len(members) == 1 and stderr is None
-        early = members[0].early.take(members[0].orders) if members[0].early and alone else None
-        started = list(map(start, members))
-        if not early:
-            there = zip(members, started, strict=True)
-            started = [_come_up(one, process, partial(start, one), patience) for one, process in there]
-        together, outputs = members[0].orders.stop_together, (stdout, 2 if stderr is None else stderr)
+        if early:
+            on_start(early)
+            started = [early]
+        else:
+            there = [(one, start(one.words)) for one in members]
+            started = [_come_up(one, process, start, patience) for one, process in there]
         if len(members) == 1:
-            feed = (started[0].stdin, members[0].orders.line(), not members[0].orders.detached)
+            feed = (started[0].stdin, first.line(), not first.detached)
             threading.Thread(target=_feed, args=feed, daemon=True).start()
             _follow(0, started, outputs, together, failed)
             return _codes(started, failed)
@@ -286,22 +300,24 @@ def _started(
 def _come_up(
     one: Supervised,
     process: "subprocess.Popen[bytes]",
-    again: Callable[[float], "subprocess.Popen[bytes]"],
+    start: Callable[[list[str]], "subprocess.Popen[bytes]"],
     patience: float,
 ) -> "subprocess.Popen[bytes]":
     """Its supervisor once it greets: this one, or another if the host turned ssh away. Raises UnavailableError: none did (NO_SUPERVISOR)."""
     from gpuscale.common.runtime.tasks import Backoff  # only now: `run` starts ssh before it imports much
 
-    waits, tries = Backoff(FIRST_PAUSE), 1
-    while (said := _instead_of(GREETING, process, patience)) is not None:
-        if tries == TRIES or _TURNED_AWAY not in said:
+    waits, tries, until = Backoff(FIRST_PAUSE), TRIES, time.monotonic() + patience
+    while (said := _instead_of(GREETING, process, until - time.monotonic())) is not None:
+        pause, tries = waits.next(), tries - 1
+        again = tries and time.monotonic() + pause < until and _TURNED_AWAY.match(said)
+        if not again or start(["sleep", f"{pause:.3f}"]).wait():  # a program: signals end it as they do ssh
             raise UnavailableError(
                 f"no supervisor came up on {one.orders.node}, so nothing was started there: {' '.join(one.words[:-1])} must"
                 f" work, and find `{one.words[-1]}` in the PATH there{': ' if said else ''}{said}."
                 " On hosts of Slurm, Kubernetes or Ray use sbatch, kubectl or ray job submit (docs/jobs.md)",
                 reason="NO_SUPERVISOR",
             )
-        process, tries = again(waits.next()), tries + 1
+        process = start(one.words)
     return process
 
 
@@ -315,7 +331,11 @@ def _instead_of(line: bytes, process: "subprocess.Popen[bytes]", patience: float
     if there:
         return None
     process.kill()
-    return process.stderr.read().decode(errors="replace").strip() if process.stderr else ""
+    process.wait()
+    if process.stderr is None:
+        return ""
+    os.set_blocking(process.stderr.fileno(), False)  # a helper of ssh may hold it open
+    return (process.stderr.read() or b"").decode(errors="replace").strip()
 
 
 def _follow(
@@ -327,14 +347,13 @@ def _follow(
 ) -> None:
     """Copy a member's output until it ends; if its connection is lost, the others end too (`together`)."""
     process, prefix = started[number], f"[{number}] ".encode() if len(started) > 1 else b""
-    copied = process, process.stderr, outputs[1], prefix, failed
+    copied = process, process.stderr, outputs[1], prefix, None
     errors = threading.Thread(target=_copy, args=copied, daemon=True)
-    if process.stderr is not None:  # otherwise it is ours
-        errors.start()
+    errors.start()
     _copy(process, process.stdout, outputs[0], prefix, failed)
-    if process.stderr is not None:
-        errors.join()
-    if process.wait() == SSH_FAILED and together:
+    code = process.wait()
+    errors.join(LINGER)
+    if code == SSH_FAILED and together:
         for other in started:
             if other.poll() is None:
                 other.terminate()
