@@ -15,10 +15,11 @@ def start() -> None:
 
     Ctrl-C during imports ends the process without a traceback.
     """
-    if sys.stdin is None:  # it is closed: nothing else may take its number
-        empty = os.open(os.devnull, os.O_RDONLY)
-        os.set_inheritable(empty, True)
-        sys.stdin = os.fdopen(empty, encoding="utf-8")
+    for name, mode in {"stdin": "r", "stdout": "w", "stderr": "w"}.items():
+        if getattr(sys, name) is None:  # it is closed: nothing else may take its number
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(nowhere, True)
+            setattr(sys, name, os.fdopen(nowhere, mode, encoding="utf-8"))
     default = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not so under nohup
     if default:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -183,11 +183,7 @@ def ask(question: str) -> bool:
 
 
 def prepare_streams(*, data: bool) -> None:
-    """Make both streams writable: closed ones (`>&-`) discard output, and `data` is UTF-8 in any locale."""
-    if sys.__stdout__ is None:
-        sys.stdout = _nowhere()
-    if sys.__stderr__ is None:
-        sys.stderr = _nowhere()
+    """Write `data` as UTF-8 in any locale."""
     reconfigure: Any = getattr(sys.stdout, "reconfigure", None)  # a test's stream may have no encoding
     if data and reconfigure:
         reconfigure(encoding="utf-8")
