@@ -401,24 +401,52 @@ def test_ssh_may_ask_a_person_unless_it_is_tried_again(detached: int, local: int
     assert (started[0].stderr is None, time.monotonic() - began < 8) == (ours, True)
 
 
+@pytest.mark.timeout(30)
 @pytest.mark.parametrize(
-    ("reason", "said"),
-    [("CONNECTION_LOST", "the command is stopped"), ("NO_SUPERVISOR", "nothing was started")],
+    ("signalled", "members", "detached", "said"),
+    [
+        ("at once", 1, False, "nothing was started on beta"),
+        ("greeted", 2, False, "nothing was started on beta, beta"),
+        ("begun", 1, False, "the command is stopped on beta"),
+        ("begun", 2, False, "the command is stopped on beta, beta"),
+        ("begun", 1, True, None),
+    ],
 )
 def test_who_ends_a_command_elsewhere_is_not_told_of_a_lost_connection(
-    reason: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    signalled: str,
+    members: int,
+    detached: bool,
+    said: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """The signal ends ssh, which is how the command is stopped."""
-
-    def lost(*_: object, **__: object) -> int:
-        signal.raise_signal(signal.SIGTERM)
-        raise UnavailableError("the connection to beta ended", reason=reason)
-
-    monkeypatch.setattr(jobs, "supervise", lost)
-    orders = Orders(**{**NO_TEXTS, "node": "beta"})
-    how: Any = {"forward": (), "stdout": None, "recorded": lambda _: nullcontext(), "once": True}
-    assert run._start(None, api.Reservation(), [orders], None, **how) == 143
-    assert capsys.readouterr().err == f"gpuscalectl run: SIGTERM: {said} on beta\n"
+    ssh = tmp_path / "ssh"
+    steps = {"at once": "", "greeted": f"echo {GREETING.decode().strip()}; read orders", "begun": ""}
+    if members > 1:
+        steps["begun"] = "echo ready; read go"
+    ssh.write_text(
+        "\n".join(
+            [
+                "#!/bin/sh\nsleep 60 >/dev/null 2>&1 &\ntrap 'kill $!; exit 255' TERM",
+                *[*steps.values()][: [*steps].index(signalled) + 1],
+                f"mkdir {tmp_path}/sent 2>/dev/null && kill {os.getpid()}; wait",
+            ]
+        )
+    )
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(jobs.Job, "look", lambda _: api.Reservation())
+    numbers = (None,) if members == 1 else range(members)
+    made = [Orders(**{**NO_TEXTS, "node": "beta"}, member=one, detached=detached) for one in numbers]
+    how: Any = {"forward": (), "stdout": None, "recorded": lambda _: nullcontext(), "once": False}
+    if said is None:
+        with pytest.raises(UnavailableError, match="the connection to beta ended"):
+            run._start(None, HELD, made, None, **how)
+    else:
+        assert run._start(None, HELD, made, None, **how) == 128 + signal.SIGTERM
+        assert capfd.readouterr().err == f"gpuscalectl run: SIGTERM: {said}\n"
 
 
 def test_a_restart_of_the_service_ends_no_wait_for_a_job(monkeypatch: pytest.MonkeyPatch) -> None:

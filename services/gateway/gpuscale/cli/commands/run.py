@@ -22,12 +22,20 @@ from gpuscale.cli.console.terminal import TERMINAL, note, note_of_run, write_lin
 from gpuscale.cli.grammar.parameters import Parsed, option, repeated, takes
 from gpuscale.client.orders import Orders, expect_directory, when_moved
 from gpuscale.client.over_ssh import OF_SIGNAL, EarlyStart, supervised
-from gpuscale.common.errors import GpuscaleError, InvalidArgumentError, UnavailableError
+from gpuscale.common.errors import (
+    DeadlineExceededError,
+    FailedPreconditionError,
+    GpuscaleError,
+    InvalidArgumentError,
+    UnavailableError,
+)
 
 if TYPE_CHECKING:
     from gpuscale.api.allocator.v1 import Reservation
     from gpuscale.cli.commands.recordings import Recorded
     from gpuscale.client import Client
+
+_NOT_BEGUN = {"NO_SSH", "NO_SUPERVISOR", "MEMBER_NOT_READY"}
 
 
 def _ports(text: str) -> str:
@@ -204,13 +212,12 @@ def _start(
                 environment=TERMINAL.callers_environment(),
                 on_start=signals.to,
             )
-        except UnavailableError as error:  # ssh, which a signal ends first
-            if not signals.ending or first.detached:
+        except (DeadlineExceededError, FailedPreconditionError, UnavailableError) as error:
+            if not signals.ending or first.detached:  # else it ended ssh
                 raise
-            began = "the command is stopped" if error.reason == "CONNECTION_LOST" else "nothing was started"
-            note(
-                f"gpuscalectl run: {Signals(signals.ending).name}: {began} on {', '.join(one.node for one in made)}"
-            )
+            began = "nothing was started" if error.reason in _NOT_BEGUN else "the command is stopped"
+            where = ", ".join(one.node for one in made)
+            note_of_run(f"{Signals(signals.ending).name}: {began} on {where}")
             return OF_SIGNAL + signals.ending
 
 

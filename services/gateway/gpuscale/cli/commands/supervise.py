@@ -358,7 +358,8 @@ def _check(
     if not holder.orders.command:
         os.write(stdout, json.dumps(found).encode())
     elif not bad:
-        note_of_run("\ngpuscalectl run: ".join(said))
+        for line in said:
+            note_of_run(line)
     if bad:
         raise errors.FailedPreconditionError(
             f"a GPU failed its test: {'; '.join(bad)}", reason="GPU_CHECK_FAILED"
