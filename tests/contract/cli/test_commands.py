@@ -565,6 +565,12 @@ def test_all_is_what_one_may_see(ctl: Any, world: canned.World) -> None:
     assert (ran.code, ran.err) == (0, "")
     assert {"nodes", "usePolicies", "backtests"} < json.loads(ran.out).keys()
     assert ctl("get", "nodes,targets").code == 8
+    world.refuse["ListNodes"] = errors.PermissionDeniedError("no host of ann", reason="OTHER_NODE")
+    assert ctl("get", "all").code == 8, "another reason hides nothing"
+    low = world.refuse["ListNotificationTargets"]
+    world.refuse = MagicMock(**{"__contains__.return_value": True, "__getitem__.return_value": low})
+    ran = ctl("get", "all")
+    assert (ran.code, ran.out, "ann has operator" in ran.err) == (8, "", True)
 
 
 def test_an_empty_list_is_a_list(ctl: Any, world: canned.World) -> None:

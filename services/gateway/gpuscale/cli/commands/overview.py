@@ -1,6 +1,6 @@
 """`gpuscalectl get all`, `version` and `api-resources`: several kinds at once, versions, and the list of kinds."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
@@ -66,15 +66,12 @@ def get_all(session: Session, kinds: str) -> None:
     group = GetGroup("get", entries_above(context))
     if session.output.chosen.watched:
         raise InvalidArgumentError("--watch follows one kind at a time")
-    wanted = [with_noun([one], group.entries)[0] for one in kinds.split(",") if one]
-    for one in wanted:
-        if one not in group.entries:
-            raise InvalidArgumentError(f"unknown kind {one!r}{near(one, group.entries)}")
+    wanted = [_kind(one, group.entries) for one in kinds.split(",") if one]
     output = session.output
     if output.format is Format.CSV and len(wanted) != 1:
         raise InvalidArgumentError("-o csv is of one kind: use -o jsonl for several")
     together = _Together(output.format, output.headers, output.form, output.chosen)
-    failed, answered = ExitCode.OK, False
+    failed, answered, hidden = ExitCode.OK, False, list[PermissionDeniedError]()
     with session.connect() as client:
         context.obj = replace(session, kept=client, output=together)
         for one in wanted or [noun for noun in group.entries if noun not in NOT_OF_ALL]:
@@ -85,16 +82,27 @@ def get_all(session: Session, kinds: str) -> None:
             except PermissionDeniedError as error:  # all is what one may see
                 if wanted or error.reason != "ROLE_TOO_LOW":
                     raise
+                hidden.append(error)
             except UNANSWERED as error:  # show the others even if one service is down or hangs
                 failed = exit_code(error)
                 if error.reason in NOBODY or (failed is ExitCode.OTHER and not answered):
                     raise
                 unknown(one, error)
+    if hidden and not (answered or failed):
+        raise hidden[0]
     if not output.human and together.parts:
         output.write_data(together.parts)
     elif output.human and not (together.parts or failed):
         note("none")
     leave(ExitCode.UNAVAILABLE if failed is ExitCode.TIMEOUT else failed)
+
+
+def _kind(typed: str, known: Mapping[str, object]) -> str:
+    """The kind of a word. Raises InvalidArgumentError: there is none."""
+    found, *_ = with_noun([typed], known)
+    if found not in known:
+        raise InvalidArgumentError(f"unknown kind {found!r}{near(found, known)}")
+    return found
 
 
 def programs(session: Session) -> Iterator[tuple[str, str, str]]:
