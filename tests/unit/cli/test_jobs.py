@@ -1,5 +1,6 @@
 """Jobs: what is shown of a command line, and what is kept of an output."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -451,13 +452,14 @@ def test_who_ends_a_command_elsewhere_is_not_told_of_a_lost_connection(
 
 def test_a_restart_of_the_service_ends_no_wait_for_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
     """As docs/cli.md promises; however long it takes, but no longer than the wait."""
-    states = iter(("STARTING", "", "RUNNING", "", "", "SUCCEEDED"))
+    states, reason = iter(("STARTING", "", "RUNNING", "", "", "SUCCEEDED")), "NO_ANSWER"
 
     def look(_: jobs.Job) -> api.Reservation:
         if not (state := next(states)):
-            raise UnavailableError("nothing answers")
+            raise UnavailableError("nothing answers", reason=reason)
         one = api.Reservation(job=api.Job(state=f"STATE_{state}"))
         if state == "SUCCEEDED":
+            one.job.exit_code = 0
             one.end_time.GetCurrentTime()
         return one
 
@@ -471,6 +473,20 @@ def test_a_restart_of_the_service_ends_no_wait_for_a_job(monkeypatch: pytest.Mon
     states = iter(("RUNNING", ""))
     with pytest.raises(DeadlineExceededError):
         job.until_ended(0.0)
+
+    async def look_later(_: jobs.AsyncJob) -> api.Reservation:
+        return look(job)
+
+    monkeypatch.setattr(jobs.AsyncJob, "look", look_later)
+    for reason in ("NO_ANSWER", "UNKNOWN_AUTHORITY"):
+        for wait in (job.wait, lambda: asyncio.run(jobs.AsyncJob(None, job).wait())):
+            states = iter(("RUNNING", "", "SUCCEEDED"))
+            with pytest.raises(UnavailableError) if reason != "NO_ANSWER" else nullcontext():
+                assert wait() == 0
+    states, reason = iter(("WAITING", "", "RUNNING")), "NO_ANSWER"
+    told.clear()
+    assert job.begun_anew(-1, told.append) is not None
+    assert told == ["nothing answers"]
 
 
 def test_ctrl_z_says_how_long_the_lease_lasts_that_is_not_renewed_meanwhile(

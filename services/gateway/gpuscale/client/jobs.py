@@ -68,6 +68,8 @@ NO_FOLDER = 66
 """Exit code if a node has no folder for the job."""
 _STATES = allocator_api.Job.State
 NOT_BEGUN = (_STATES.STATE_WAITING, _STATES.STATE_STARTING)
+_FOR_PEOPLE = {"CERTIFICATE_EXPIRED", "OTHER_HOST", "UNKNOWN_AUTHORITY"}
+"""Reasons why a service is not reached that no restart mends. That its name is unknown may pass, as with the network."""
 
 Tell = Callable[[str], object]
 """Called with the reason why a wait continues."""
@@ -312,10 +314,10 @@ class Job:
                 ]
                 os.write(descriptor, "".join(f"{line}\n" for line in known).encode())
                 raise _not_there(found, member, code, "read more of" if known else "read")
-        if follow and self.begun_anew(found.job.attempt) is not None:
+        if follow and self.begun_anew(found.job.attempt, tell) is not None:
             self.write(descriptor, follow=True, last=last, lines=lines, tell=tell, on_start=on_start)
 
-    def begun_anew(self, attempt: int) -> allocator_api.Reservation | None:
+    def begun_anew(self, attempt: int, tell: Tell = id) -> allocator_api.Reservation | None:
         """Its state once it has GPUs for another attempt after this one; None if there is none.
 
         Raises:
@@ -325,7 +327,7 @@ class Job:
         if found.job.attempt <= attempt:
             return None
         while found.job.state == found.job.STATE_WAITING:
-            found = self._later(found)
+            found = self._later(found, tell)
         if found.HasField("end_time"):
             exit_code_of(found)
         return found
@@ -359,12 +361,17 @@ class Job:
     def _later(
         self, found: allocator_api.Reservation, tell: Tell = id, until: float = inf
     ) -> allocator_api.Reservation:
-        """Its state a moment later, however long nothing answers, as in a restart; what was `found` after `until`."""
+        """Its state a moment later, however long nothing answers, as in a restart; what was `found` after `until`.
+
+        Raises UnavailableError: the certificate of the service is not to be trusted.
+        """
         while True:
             time.sleep(PERIOD)
             try:
                 return self.look()
             except (DeadlineExceededError, UnavailableError) as error:
+                if error.reason in _FOR_PEOPLE:
+                    raise
                 tell(error.message)
                 if time.monotonic() >= until:
                     return found
@@ -523,8 +530,11 @@ class AsyncJob:
         while not found.HasField("end_time"):
             expect_time(found, limit, began)
             await asyncio.sleep(PERIOD)
-            with suppress(DeadlineExceededError, UnavailableError):  # as in `Job._later`
+            try:
                 found = await self.look()
+            except (DeadlineExceededError, UnavailableError) as error:  # as in `Job._later`
+                if error.reason in _FOR_PEOPLE:
+                    raise
         return exit_code_of(found)
 
     async def logs(self, *, follow: bool = False) -> AsyncGenerator[str]:

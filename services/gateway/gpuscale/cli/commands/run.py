@@ -225,10 +225,12 @@ def _moved(client: "Client", ran: Orders) -> "Reservation | None":
     """The reservation of a job that has ended, once it has other GPUs; None if it is not to start again."""
     if not ran.on_move or not ran.reports:
         return None
+    from gpuscale.cli.commands.logs import telling
     from gpuscale.client.jobs import Job
     from gpuscale.common.names import node_of
 
-    again = Job(client, ran.reservation).begun_anew(ran.attempt)
+    with telling() as (tell, _):
+        again = Job(client, ran.reservation).begun_anew(ran.attempt, tell)
     if again is not None:
         nodes = ", ".join(dict.fromkeys(map(node_of, again.gpus)))
         note_of_run(f"starting attempt {again.job.attempt} on {nodes}")
