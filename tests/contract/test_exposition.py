@@ -161,11 +161,9 @@ async def test_no_gpu_where_the_driver_fails_is_a_visible_failure(nvml_double: N
         assert value(await page(address), "gpuscale_collection_success") == 1
         nvml_double.fail_start(NvmlReturn.DRIVER_NOT_LOADED)
         nvml_double.reload_driver()
-
-        async def failed() -> bool:
-            return value(await page(address), "gpuscale_collection_success") == 0
-
-        await eventually(failed)
+        await eventually(
+            lambda: page(address), lambda found: value(found, "gpuscale_collection_success") == 0
+        )
         text = await page(address)
     assert value(text, "gpuscale_collection_gpus_expected") == 2
     assert value(text, "gpuscale_node_gpus_working") == 0
@@ -185,9 +183,6 @@ async def both_pages(double: NvmlDouble) -> AsyncIterator[tuple[str, str]]:
     ):
         double.raise_event(0, 63)
 
-        async def heard() -> bool:
-            return "gpuscale_gpu_xid_errors_total{" in await page(address)
-
         async def arrived() -> bool:
             text = await page(listen)  # GPM is read last of all, once it was sampled twice
             names = ("gpuscale_gpu_processes", "gpuscale_gpu_sm_activity_ratio")
@@ -197,7 +192,7 @@ async def both_pages(double: NvmlDouble) -> AsyncIterator[tuple[str, str]]:
             pages = {"agent": await page(address), "fleet": await page(listen)}
             return all(value(pages[one], f"gpuscale_{one}_loop_lag_seconds_count") for one in pages)
 
-        await eventually(heard)
+        await eventually(lambda: page(address), lambda found: "gpuscale_gpu_xid_errors_total{" in found)
         await eventually(arrived)
         await eventually(watched)
         yield await page(address), await page(listen)

@@ -80,12 +80,12 @@ class Site:
     async def consuming(self, workers: int) -> None:
         """Wait until so many workers take messages: one that is READY may not have found the broker yet."""
         async with rabbitmq_queues.open_channel(self.broker) as channel:
-
-            async def enough() -> bool:
-                queue = await channel.declare_queue(self.queue, passive=True)
-                return queue.declaration_result.consumer_count == workers
-
-            await eventually(enough, timeout=WAIT, interval=0.1)
+            await eventually(
+                lambda: channel.declare_queue(self.queue, passive=True),
+                lambda queue: queue.declaration_result.consumer_count == workers,
+                timeout=WAIT,
+                interval=0.1,
+            )
 
     async def publish(self, batch: int) -> None:
         """A part of the messages, the longest first: whoever is asked to end soon has one of them in hand."""
@@ -94,12 +94,12 @@ class Site:
 
     async def busy(self, workers: int) -> None:
         """Wait until so many workers have a message in hand."""
-
-        async def enough() -> bool:
-            counts = await rabbitmq_queues.queue_counts(self.broker, self.queue)
-            return counts is not None and counts.unacknowledged >= workers
-
-        await eventually(enough, timeout=WAIT, interval=0.1)
+        await eventually(
+            lambda: rabbitmq_queues.queue_counts(self.broker, self.queue),
+            lambda counts: counts is not None and counts.unacknowledged >= workers,
+            timeout=WAIT,
+            interval=0.1,
+        )
 
     async def empty(self) -> bool:
         counts = await rabbitmq_queues.queue_counts(self.broker, self.queue)

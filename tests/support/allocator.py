@@ -110,7 +110,7 @@ class Client:
     async def ready(self, timeout: float = 30.0) -> None:
         """Wait until the allocator serves and has heard from the fleet."""
         late = errors.UnavailableError, errors.DeadlineExceededError, TimeoutError
-        await eventually(self._answers, timeout, retry_on=late)
+        await eventually(self._answers, timeout=timeout, retry_on=late)
 
     async def heard(self, node: str, count: int = 1) -> None:
         """Wait until so many GPUs of a node can be reserved: it is known before its first report."""

@@ -67,14 +67,14 @@ class Journey:
 
     async def on(self, *adapters: str) -> None:
         """Wait until there is one replica on each of these adapters, all of them are READY, and none else is left."""
-
-        async def so() -> bool:
-            found = await self.replicas()
-            return sorted(one.adapter for one in found if one.state == READY) == sorted(adapters) and len(
-                found
-            ) == len(adapters)
-
-        await eventually(so, timeout=LONG)
+        await eventually(
+            self.replicas,
+            lambda found: (
+                sorted(one.adapter for one in found if one.state == READY) == sorted(adapters)
+                and len(found) == len(adapters)
+            ),
+            timeout=LONG,
+        )
 
     async def replicas(self) -> Sequence[api.Replica]:
         request = api.ListReplicasRequest(parent=ENDPOINT, page_size=1000)
@@ -83,12 +83,11 @@ class Journey:
     async def holds(self, gpus: int) -> None:
         """Wait until the allocator has given out so many GPUs; what ended is released a moment later."""
         request = allocator_api.ListReservationsRequest(page_size=1000)
-
-        async def so() -> bool:
-            found = await self._reservations.ListReservations(request, timeout=LONG)
-            return sum(len(one.gpus) for one in found.reservations) == gpus
-
-        await eventually(so, timeout=LONG)
+        await eventually(
+            lambda: self._reservations.ListReservations(request, timeout=LONG),
+            lambda found: sum(len(one.gpus) for one in found.reservations) == gpus,
+            timeout=LONG,
+        )
 
     async def watch(self) -> None:
         """Count, for ever."""
@@ -101,12 +100,11 @@ class Journey:
     async def leave(self) -> None:
         """Delete it, and wait until nothing is left."""
         await self._endpoints.DeleteEndpoint(api.DeleteEndpointRequest(name=ENDPOINT), timeout=LONG)
-
-        async def gone() -> bool:
-            found = await self._endpoints.ListEndpoints(api.ListEndpointsRequest(), timeout=LONG)
-            return not found.endpoints
-
-        await eventually(gone, timeout=LONG)
+        await eventually(
+            lambda: self._endpoints.ListEndpoints(api.ListEndpointsRequest(), timeout=LONG),
+            lambda found: not found.endpoints,
+            timeout=LONG,
+        )
 
     async def _set_replicas(self, count: int) -> None:
         request = api.SetReplicasRequest(name=ENDPOINT, replicas=count)

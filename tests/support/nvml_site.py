@@ -42,12 +42,9 @@ class Site:
         self, check: Callable[[types_api.Snapshot], bool], timeout: float = 60.0
     ) -> types_api.Snapshot:
         """The first snapshot that satisfies the check."""
-
-        async def satisfied() -> types_api.Snapshot | None:
-            snapshot = await self.snapshot()
-            return snapshot if check(snapshot) else None
-
-        found = await eventually(satisfied, timeout=timeout)
+        found = await eventually(
+            self.snapshot, lambda snapshot: snapshot if check(snapshot) else None, timeout=timeout
+        )
         assert found is not None
         return found
 

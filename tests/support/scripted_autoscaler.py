@@ -138,7 +138,7 @@ class ScriptedAutoscaler(autoscaler_internal.AdapterStreamServiceServicer):
             assert report.state == state, report
             return report
 
-        return await eventually(found, timeout)
+        return await eventually(found, timeout=timeout)
 
     def states(self, name: str) -> list[str]:
         """Every state in which a replica was reported, in order."""

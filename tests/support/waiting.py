@@ -30,9 +30,13 @@ NOT_YET: Kinds = (AssertionError, OSError)
 
 
 async def eventually(
-    check: Callable[[], Any], timeout: float = 60.0, interval: float = 0.02, retry_on: Kinds = NOT_YET
+    check: Callable[[], Any],
+    find: Callable[[Any], Any] | None = None,
+    timeout: float = 60.0,
+    interval: float = 0.02,
+    retry_on: Kinds = NOT_YET,
 ) -> Any:
-    """Call `check` (plain or async) until its value is truthy and return that value.
+    """Call `check` (plain or async) until its value, or what `find` finds in that, is truthy, and return it.
 
     `timeout` and `interval` are seconds of the running loop's clock, so the helper also works on virtual time.
     An async check that is still running at the deadline is cancelled.
@@ -48,8 +52,9 @@ async def eventually(
             async with asyncio.timeout_at(deadline):
                 found = check()
                 value = await found if inspect.isawaitable(found) else found
-            if value:
-                return value
+                found = value if find is None else find(value)
+            if found:
+                return found
             last = f"last value {value!r}"
         except retry_on as error:
             # The deadline's own TimeoutError says less than what the checks before it saw.

@@ -103,12 +103,10 @@ async def test_a_job_that_a_crash_interrupted_as_it_left_its_gpus_begins_anew_on
             assert (await dying.ended())[0] == -9
         await place.go(successor)
         await left(place, made)
-
-        async def begun() -> Reservation | None:
-            found = await place.client.get(made.name)
-            return found if found.state == Reservation.STATE_ACTIVE else None
-
-        now = await eventually(begun)
+        now = await eventually(
+            lambda: place.client.get(made.name),
+            lambda found: found if found.state == Reservation.STATE_ACTIVE else None,
+        )
         assert (now.job.attempt, len(now.job.earlier), len(now.gpus)) == (2, 1, 1)
         assert now.fence > made.fence
         assert len((await place.client.reserve(1)).gpus) == 1, "the other GPU is free"

@@ -76,7 +76,7 @@ class Move:
         wanted.spec.template.lease_ttl.CopyFrom(to_duration(LONG))
         async with self.autoscaler.called() as called:
             # A replica moves to where it could have started.
-            await eventually(lambda: called.connected(len(self.adapters)), WAIT)
+            await eventually(lambda: called.connected(len(self.adapters)), timeout=WAIT)
             await called.create(wanted)
         self.old = await self.wrote("up", count=COUNT)
         (self.folder / "serve").unlink()
@@ -98,12 +98,12 @@ class Move:
         """Tell the replicas to leave as soon as others can take their place."""
 
         capacity = allocator_api.CapacityServiceStub(self.place.channel)
-
-        async def planned() -> bool:
-            found = await capacity.PlanRebalance(allocator_api.PlanRebalanceRequest(), timeout=60)
-            return any(one.moves for one in found.plans)
-
-        await eventually(planned, WAIT, retry_on=(AssertionError, grpc.RpcError))
+        await eventually(
+            lambda: capacity.PlanRebalance(allocator_api.PlanRebalanceRequest(), timeout=60),
+            lambda found: any(one.moves for one in found.plans),
+            timeout=WAIT,
+            retry_on=(AssertionError, grpc.RpcError),
+        )
         await capacity.ApplyRebalance(allocator_api.ApplyRebalanceRequest(), timeout=60)
 
     def allow(self, what: str) -> None:
@@ -125,7 +125,7 @@ class Move:
             those = self.who(word).difference(but)
             return those if len(those) >= count else set()
 
-        return await eventually(found, WAIT)
+        return await eventually(found, timeout=WAIT)
 
     async def killed(self, one: Program, *failpoints: str) -> None:
         """Kill it; then it lives and dies at each of the failpoints; then it lives."""
@@ -187,7 +187,7 @@ class Move:
 
         # Rows and processes come and go meanwhile, and an allocator may be on its way.
         passing = AssertionError, ValueError, LookupError, psutil.Error, UnavailableError, grpc.RpcError
-        await eventually(check, WAIT, retry_on=passing)
+        await eventually(check, timeout=WAIT, retry_on=passing)
 
     def _check_diary(self) -> None:
         """As many replicas as ever served at any time, none was started twice, and no GPU was one's while it was another's."""

@@ -78,7 +78,9 @@ async def test_replicas_end_and_give_their_gpus_back_and_nothing_new_comes(tmp_p
                 return False
 
             failures = Store.failures
-            await eventually(refused, 120)  # once the log, which is written from its start again, grows
+            await eventually(
+                refused, timeout=120
+            )  # once the log, which is written from its start again, grows
             assert Store.failures > failures
             lost = first.alive[0]
             allocator.expire(first.told[lost].reservation)
@@ -89,11 +91,7 @@ async def test_replicas_end_and_give_their_gpus_back_and_nothing_new_comes(tmp_p
             every = api.ListEndpointsRequest(page_size=1000)
             for found in (await one.endpoints.ListEndpoints(every)).endpoints:
                 await one.delete(found.name)
-
-            async def gone() -> bool:
-                return not (await one.endpoints.ListEndpoints(every)).endpoints
-
-            await eventually(gone)
+            await eventually(lambda: one.endpoints.ListEndpoints(every), lambda found: not found.endpoints)
             assert (first.alive, allocator.held) == ([], [])
             filler.unlink()
             await one.create(endpoint())

@@ -156,12 +156,9 @@ async def test_who_held_a_gpu_is_found_on_disk_too(
         assert (len(page.reservations), page.next_page_token != "") == (0, True), "two are looked at"
         assert not page.HasField("kept_since")
         clock.advance(RETENTION - 4.5 * 3600)
-
-        async def forgotten() -> bool:
-            page = await client.page(show_ended=True, page_size=1)
-            return page.kept_since == at(3)
-
-        await eventually(forgotten)
+        await eventually(
+            lambda: client.page(show_ended=True, page_size=1), lambda page: page.kept_since == at(3)
+        )
         assert (await listed(client))[:2] == named(made[3], made[4])
         with pytest.raises(errors.InvalidArgumentError) as caught:
             await client.page(since=at(2), until=at(1))
@@ -208,11 +205,7 @@ async def test_a_batch_may_repeat_what_leaves_memory_before_it_is_told(
         late = tasks.parse_failpoints("allocator.reserve.before_reply=sleep:0.5")
         monkeypatch.setattr(tasks, "_points", late)
         batched = asyncio.create_task(batch(client, asked, str(uuid4())))
-
-        async def granted() -> bool:
-            return len(await client.live()) == 2
-
-        await eventually(granted)
+        await eventually(client.live, lambda found: len(found) == 2)
         await client.release(held)
         await eventually(lambda: retired)
         assert (await batched)[0] == ended.name
@@ -222,17 +215,9 @@ async def test_there_are_no_more_than_the_settings_say(tmp_path: Path, database:
     fleet, clock = FakeFleet(node_message("n0", count=1, period=10 * RETENTION)), ManualClock()
     async with running(tmp_path, fleet, clock=clock, database=database, ended_max_records=3) as client:
         names = [one.name for one in await spent(client, 8)]
-
-        async def three() -> bool:
-            return await listed(client) == names[5:]
-
-        await eventually(three)
+        await eventually(lambda: listed(client), lambda found: found == names[5:])
         clock.advance(RETENTION + 1)
-
-        async def none() -> bool:
-            return await listed(client) == []
-
-        await eventually(none)
+        await eventually(lambda: listed(client), lambda found: found == [])
 
 
 @asynccontextmanager

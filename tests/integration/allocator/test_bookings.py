@@ -115,10 +115,7 @@ async def got(client: AsyncClient, name: str) -> api.Booking:
 
 
 async def becomes(client: AsyncClient, name: str, state: State.ValueType) -> api.Booking:
-    async def there() -> bool:
-        return (await got(client, name)).state == state
-
-    await eventually(there)
+    await eventually(lambda: got(client, name), lambda found: found.state == state)
     return await got(client, name)
 
 
@@ -343,24 +340,12 @@ async def test_a_booking_is_moved_from_gpus_that_cannot_be_used_and_says_so(
         made = await book(ann, clock, at=HOUR)
         assert list(made.gpus) == ["nodes/n0/gpus/n0-0"]
         await ada.nodes.CordonNode(api.CordonNodeRequest(name="nodes/n0"))
-
-        async def moved() -> bool:
-            return (await got(ann, made.name)).gpus == ["nodes/n1/gpus/n1-0"]
-
-        await eventually(moved)
+        await eventually(lambda: got(ann, made.name), lambda found: found.gpus == ["nodes/n1/gpus/n1-0"])
         assert "moved from n0" in (await got(ann, made.name)).note
         telling.put(node_message("n1", count=1, state=NodeState.NODE_STATE_OFFLINE, period=30 * DAY))
-
-        async def said() -> bool:
-            return "cannot be used" in (await got(ann, made.name)).note
-
-        await eventually(said)
+        await eventually(lambda: got(ann, made.name), lambda found: "cannot be used" in found.note)
         await ada.nodes.UncordonNode(api.UncordonNodeRequest(name="nodes/n0"))
-
-        async def back() -> bool:
-            return (await got(ann, made.name)).gpus == ["nodes/n0/gpus/n0-0"]
-
-        await eventually(back)
+        await eventually(lambda: got(ann, made.name), lambda found: found.gpus == ["nodes/n0/gpus/n0-0"])
 
 
 async def test_watchers_are_told_of_bookings_that_are_made_claimed_and_over(

@@ -174,11 +174,7 @@ async def test_a_drain_ends_what_is_left_at_its_deadline(tmp_path: Path) -> None
         assert [one.name for one in found.reservations] == [there.name]
         assert found.reservations[0].end_reason == "nodes/n0 is drained: fan"
         assert found.reservations[0].revoke_time == found.cordon.drain_deadline
-
-        async def ended() -> bool:
-            return (await state_of(client, there.name)).state == CANCELLED
-
-        await eventually(ended)
+        await eventually(lambda: state_of(client, there.name), lambda found: found.state == CANCELLED)
         last = await state_of(client, there.name)
         assert (last.end_reason, last.HasField("revoke_time")) == ("nodes/n0 is drained: fan", False)
         with pytest.raises(FailedPreconditionError):
@@ -205,11 +201,7 @@ async def test_a_drain_reaches_a_grant_that_is_being_written(
         granted = asyncio.ensure_future(client.reserve(1, "me", ttl=600, nodes=[N1]))
         await writing.wait()
         drained = asyncio.create_task(drain(client, N1, 300))
-
-        async def is_cordoned() -> bool:
-            return bool(await cordons(client))
-
-        await eventually(is_cordoned)
+        await eventually(lambda: cordons(client))
         go.set()
         there = await granted
         assert [one.name for one in (await drained).reservations] == [there.name]
@@ -229,11 +221,7 @@ async def test_lifting_a_cordon_gives_no_time_to_who_has_to_leave_for_another_re
         waits = asyncio.create_task(
             client.reserve(nodes=[N1], priority=1, may_preempt=True, wait=to_duration(500))
         )
-
-        async def told() -> str:
-            return (await client.get(there.name)).end_reason
-
-        reason = await eventually(told)
+        reason = await eventually(lambda: client.get(there.name), lambda found: found.end_reason)
         assert "preempted" in reason
         waits.cancel()
         await asyncio.wait([waits])

@@ -54,12 +54,9 @@ async def test_what_is_reported_of_a_job_outlives_the_allocator_and_its_memory(
         assert (ended.end_reason, ended.job.command) == ("", TRAIN.command)
     monkeypatch.setattr(archive, "IN_MEMORY", 0)
     async with running(tmp_path, fleet(), clock=clock) as client:
-
-        async def moved() -> bool:
-            page = await client.page(show_ended=True)
-            return page.reservations[0].job == ended.job
-
-        await eventually(moved)
+        await eventually(
+            lambda: client.page(show_ended=True), lambda page: page.reservations[0].job == ended.job
+        )
 
 
 async def test_a_renewal_that_comes_after_the_end_of_a_member_does_not_make_it_run_again(
@@ -93,11 +90,7 @@ async def test_a_member_that_falls_silent_is_taken_for_lost_until_it_speaks(tmp_
         known = await report(client, held, member=0, pid=6, start_time=start)
         assert [one.end_reason for one in known.job.members] == ["", "", silent]
         clock.advance(21)
-
-        async def over() -> bool:
-            return (await client.get(held.name)).job.state == STATES.STATE_LOST
-
-        await eventually(over)
+        await eventually(lambda: client.get(held.name), lambda found: found.job.state == STATES.STATE_LOST)
         assert (await client.get(held.name)).job.members[1].last_lines == ["step 5"]
 
 
@@ -165,12 +158,9 @@ async def test_a_place_that_is_kept_outlives_caller_and_allocator_and_is_granted
         waits = await client.get(first.name)
         assert ("GPU" in waits.job.queue_reason, waits.asked_gpu_count) == (True, 8)
         await client.release(held)
-
-        async def has_gpus() -> Reservation | None:
-            renewed = await client.renew(first)
-            return renewed if renewed.gpus else None
-
-        granted = await eventually(has_gpus)
+        granted = await eventually(
+            lambda: client.renew(first), lambda renewed: renewed if renewed.gpus else None
+        )
         assert (granted.job.state, len(granted.gpus)) == (STATES.STATE_STARTING, 8)
         assert granted.grant_time.seconds - granted.create_time.seconds == 300
         assert granted.fence > first.fence
@@ -201,11 +191,9 @@ async def test_a_place_goes_with_its_wait_or_its_release_and_is_refused_without_
         assert (await client.release(first)).job.state == STATES.STATE_STOPPED
         late = (await client.stub.Reserve(keeping(wait=to_duration(5)))).reservation
         clock.advance(6)
-
-        async def over() -> bool:
-            return (await client.get(late.name)).end_reason == "it was not served in time"
-
-        await eventually(over)
+        await eventually(
+            lambda: client.get(late.name), lambda found: found.end_reason == "it was not served in time"
+        )
         assert (await client.get(late.name)).job.state == STATES.STATE_STOPPED
         await client.release(held)
         assert (await client.page()).reservations == []

@@ -93,12 +93,11 @@ class Waiting:
 
     async def applied(self) -> api.RebalancePlan:
         """Apply as soon as the allocator has heard of the helper, and has a plan."""
-
-        async def plan() -> api.RebalancePlan | None:
-            answer = await self.apply()
-            return answer.plan if answer.HasField("plan") else None
-
-        return await eventually(plan, retry_on=(FailedPreconditionError,))
+        return await eventually(
+            self.apply,
+            lambda answer: answer.plan if answer.HasField("plan") else None,
+            retry_on=(FailedPreconditionError,),
+        )
 
     async def told(self, count: int = 1) -> Sequence[str]:
         """Why the first changes were made, newest first, once there are so many."""
@@ -165,20 +164,16 @@ async def test_a_profile_that_no_gpu_has_can_be_waited_for_where_a_helper_may_ma
         async def seen() -> api.Reservation:
             return (await client.stub.GetReservation(request, timeout=60)).reservation
 
-        async def told() -> bool:
-            found = await seen()
-            return found.state == found.STATE_WAITING and why in found.job.queue_reason
-
-        async def ordered() -> Sequence[str]:
-            answer = await here.capacity.ApplyRebalance(api.ApplyRebalanceRequest(), timeout=60)
-            return [one for part in answer.plan.partitions for one in part.profiles]
-
-        async def granted() -> Sequence[str]:
-            return [gpu.model for gpu in (await seen()).gpus]
-
-        await eventually(told)
-        assert profile in await eventually(ordered)
-        assert (await eventually(granted))[0].endswith(f"MIG {profile}")
+        await eventually(
+            seen, lambda found: found.state == found.STATE_WAITING and why in found.job.queue_reason
+        )
+        assert profile in await eventually(
+            lambda: here.capacity.ApplyRebalance(api.ApplyRebalanceRequest(), timeout=60),
+            lambda answer: [one for part in answer.plan.partitions for one in part.profiles],
+        )
+        assert (await eventually(seen, lambda found: [gpu.model for gpu in found.gpus]))[0].endswith(
+            f"MIG {profile}"
+        )
 
 
 async def test_who_waits_gets_an_instance_of_an_idle_gpu_that_is_cordoned_meanwhile(

@@ -203,12 +203,12 @@ async def test_where_nothing_is_known_nothing_is_planned(tmp_path: Path) -> None
         await hold(client, "batch", "n0", preemptible=True)
         await hold(client, "stays", "n1")
         of.put(node_message("n0", count=2, state=NodeState.NODE_STATE_STALE))
-
-        async def noted() -> bool:
-            answer = await plan(client, api.Ask(gpu_count=2))
-            return "1 reservation: its node does not report" in answer.notes and not answer.plans[0].available
-
-        await eventually(noted)
+        await eventually(
+            lambda: plan(client, api.Ask(gpu_count=2)),
+            lambda answer: (
+                "1 reservation: its node does not report" in answer.notes and not answer.plans[0].available
+            ),
+        )
 
 
 async def gang(client: AsyncClient) -> asyncio.Future[api.ReserveResponse]:
@@ -272,12 +272,10 @@ async def test_who_moves_may_go_where_who_waits_for_that_was_to_be_served(tmp_pa
         there = "n1" if moving.gpus[0].node_name == "nodes/n0" else "n0"
         await hold(client, "stays", there, ttl=to_duration(60))
         waits = await gang(client)
-
-        async def promised() -> bool:
-            beside = await plan(client, api.Ask(gpu_count=1, nodes=[f"nodes/{there}"]))
-            return not beside.plans[0].available
-
-        await eventually(promised)
+        await eventually(
+            lambda: plan(client, api.Ask(gpu_count=1, nodes=[f"nodes/{there}"])),
+            lambda beside: not beside.plans[0].available,
+        )
         [found] = (await plan(client)).plans
         assert (found.holder, found.reservation, found.available) == ("gang", "", True)
         assert [node_of(gpu) for move in found.moves for gpu in move.gpus] == [there]
@@ -340,11 +338,9 @@ async def test_moves_are_begun_by_themselves_where_that_is_wanted_and_all_is_kno
         await hold(client, "far", "n2")
         if unknown:
             of.put(node_message("n2", count=1, state=NodeState.NODE_STATE_STALE))
-
-            async def noted() -> bool:
-                return any("does not report" in note for note in (await plan(client)).notes)
-
-            await eventually(noted)
+            await eventually(
+                lambda: plan(client), lambda found: any("does not report" in note for note in found.notes)
+            )
         moving = await hold(client, "replica", "n0", "n1", movable=to_duration(5))
         await hold(client, "stays", "n1" if moving.gpus[0].node_name == "nodes/n0" else "n0")
         waits = await gang(client)

@@ -114,10 +114,7 @@ async def test_quotas_hold_with_and_without_a_wait_and_through_a_restart(tmp_pat
             found = (await quotas.ListQuotas(api.ListQuotasRequest(), timeout=60)).quotas
             return [(one.tenant, one.gpu_milli_held, one.waiting_count) for one in found]
 
-        async def waits() -> bool:
-            return await listed() == [("audio", 1000, 0), ("vision", 2000, 1)]
-
-        await eventually(waits)
+        await eventually(listed, lambda found: found == [("audio", 1000, 0), ("vision", 2000, 1)])
         assert not call.done()
         await client.release(held[0])
         assert (await call).tenant == "vision"

@@ -154,15 +154,12 @@ async def test_how_long_reservations_lasted_is_learned_and_outlasts_a_restart(tm
         request.wait.seconds = 60
         name = (await client.allocator.Reserve(request)).reservation.name
 
-        async def foreseen() -> bool:
-            return (await shown()).HasField("estimated_wait_high")
-
         async def shown() -> api.Job:
             return (
                 await client.allocator.GetReservation(api.GetReservationRequest(name=name))
             ).reservation.job
 
-        await eventually(foreseen)
+        await eventually(shown, lambda found: found.HasField("estimated_wait_high"))
         job = await shown()
         assert 100 <= job.estimated_wait_low.seconds <= job.estimated_wait.seconds < 300
         assert 300 <= job.estimated_wait_high.seconds <= 400

@@ -396,11 +396,7 @@ async def test_a_log_is_read_in_parts(autoscaler: Autoscaler) -> None:
         more = await read(autoscaler, name, offset=newest.next_offset, most=4)
         assert (more.content, more.offset, more.next_offset) == (b" and", 100_003, 100_007)
         adapter.set(name, api.Replica.STATE_FAILED)
-
-        async def over() -> bool:
-            return (await read(autoscaler, name)).ended
-
-        await eventually(over)
+        await eventually(lambda: read(autoscaler, name), lambda found: found.ended)
 
 
 async def test_without_a_log_the_reason_is_named(autoscaler: Autoscaler) -> None:
@@ -411,19 +407,15 @@ async def test_without_a_log_the_reason_is_named(autoscaler: Autoscaler) -> None
         assert await refusal(autoscaler, "endpoints/e/replicas/other") == ("NOT_FOUND", "NOT_FOUND")
         other = name.replace("endpoints/e/", "endpoints/f/")
         assert await refusal(autoscaler, other) == ("NOT_FOUND", "NOT_FOUND")
-
-    async def gone() -> bool:
-        return await refusal(autoscaler, name) == ("UNAVAILABLE", "ADAPTER_DISCONNECTED")
-
-    await eventually(gone)
+    await eventually(
+        lambda: refusal(autoscaler, name), lambda found: found == ("UNAVAILABLE", "ADAPTER_DISCONNECTED")
+    )
     keeper = FakeAdapter(keeps_logs=True)
     keeper.states = adapter.states
     async with keeper.connected(autoscaler.address):
-
-        async def nothing_written() -> bool:
-            return await refusal(autoscaler, name) == ("FAILED_PRECONDITION", "NO_LOG")
-
-        await eventually(nothing_written)
+        await eventually(
+            lambda: refusal(autoscaler, name), lambda found: found == ("FAILED_PRECONDITION", "NO_LOG")
+        )
 
 
 async def test_an_adapter_that_does_not_answer_holds_up_nobody(

@@ -78,12 +78,9 @@ async def late(asked: Asking) -> api.Endpoint:
 
 async def looked(asked: Asking, last: str = "") -> api.Backtest:
     """The first look that has ended, or the one after the `last`."""
-
-    async def ended() -> api.Backtest | None:
-        found = await looks(asked)
-        return found[0] if found and found[0].name != last else None
-
-    return await eventually(ended)
+    return await eventually(
+        lambda: looks(asked), lambda found: found[0] if found and found[0].name != last else None
+    )
 
 
 async def test_a_better_policy_is_taken_after_two_looks_and_says_why(tmp_path: Path) -> None:
@@ -103,12 +100,9 @@ async def test_a_better_policy_is_taken_after_two_looks_and_says_why(tmp_path: P
             clock.later += EVERY
             second, newest = newest, await looked(asked, newest.name)
             assert newest.request_count == pytest.approx(EVERY, abs=60), "only what came since the last look"
-
-        async def changed() -> api.Endpoint | None:
-            found = await asked.autoscaler.get()
-            return found if found.etag != made.etag else None
-
-        after = await eventually(changed)
+        after = await eventually(
+            asked.autoscaler.get, lambda found: found if found.etag != made.etag else None
+        )
         assert len(await looks(asked)) <= 3, "older ones are forgotten"
         assert after.spec.rules != made.spec.rules
         assert (after.spec.warm_spares, after.spec.max_replicas, after.spec.adaptive) == (1, 9, WISH)

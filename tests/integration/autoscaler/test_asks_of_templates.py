@@ -75,11 +75,11 @@ async def test_replicas_get_only_such_gpus(tmp_path: Path) -> None:
         open_channel(address) as channel,
     ):
         capacity = allocator_api.CapacityServiceStub(channel)
-
-        async def ready() -> bool:
-            return len((await capacity.RankNodes(allocator_api.RankNodesRequest())).nodes) == len(NODES)
-
-        await eventually(ready, retry_on=(grpc.aio.AioRpcError,))
+        await eventually(
+            lambda: capacity.RankNodes(allocator_api.RankNodesRequest()),
+            lambda found: len(found.nodes) == len(NODES),
+            retry_on=(grpc.aio.AioRpcError,),
+        )
         for ask, gpus in (
             (Ask(gpu_count=1), {"named-0", "plain-0"}),
             (Ask(gpu_count=1, allow_unknown_utilization=True), {"named-0", "plain-0", "mute-0"}),

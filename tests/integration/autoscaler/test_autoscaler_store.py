@@ -302,14 +302,10 @@ async def test_a_repeated_decision_is_remembered_saved_now_and_then_and_whole_on
         await noted.take("a", summary)
     assert await noted.shown() == [("third", 3, 3)]
     assert await noted.shown(disk=True) == [("first", 1, 1)]
-
-    async def saved() -> bool:
-        return await noted.shown(disk=True) == [("first", 3, 3)]
-
     monkeypatch.setattr(decision_log, "SAVE_EVERY", 0.01)
     async with TaskScope() as scope:
         scope.spawn("save", noted.repetitions.run())
-        await eventually(saved)
+        await eventually(lambda: noted.shown(disk=True), lambda found: found == [("first", 3, 3)])
     await noted.take("a", "fourth")
     await noted.take("b")
     assert await noted.shown() == await noted.shown(disk=True) == [("", 1, 5), ("fourth", 4, 4)]

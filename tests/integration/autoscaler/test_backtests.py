@@ -72,11 +72,7 @@ async def listed(asked: Asking, **request: Any) -> list[str]:
 
 
 async def until(asked: Asking, name: str, *states: api.Backtest.State.ValueType) -> api.Backtest:
-    async def reached() -> api.Backtest | None:
-        found = await get(asked, name)
-        return found if found.state in states else None
-
-    return await eventually(reached)
+    return await eventually(lambda: get(asked, name), lambda found: found if found.state in states else None)
 
 
 async def test_it_outlives_its_call_and_comes_to_what_the_call_that_waits_comes_to(asked: Asking) -> None:
@@ -151,11 +147,7 @@ async def test_a_restart_tells_what_it_cut_and_keeps_the_figures(tmp_path: Path)
         both.policies.append(api.BacktestPolicy(name="endless", spec=FAST, workload=LONG))
         running = await create(asked, parts(both, SHORT))
         waiting = await create(asked, parts(policies("a"), SHORT))
-
-        async def begun() -> bool:
-            return (await get(asked, running.name)).done_count == 1
-
-        await eventually(begun)
+        await eventually(lambda: get(asked, running.name), lambda found: found.done_count == 1)
         kept = await reports(asked, running.name)
     async with asking(tmp_path) as asked:
         for name, done in ((running.name, 1), (waiting.name, 0)):

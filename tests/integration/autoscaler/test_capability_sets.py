@@ -218,11 +218,9 @@ async def test_sets_and_what_was_reported_outlive_a_restart_and_a_set_that_is_go
                 del changed.spec.capability_sets[1]
                 await one.update(changed, "spec.capability_sets")
                 await settled(one, cpu=2)
-
-                async def drained() -> bool:
-                    return {each.capability_set for each in await one.replicas()} == {"cpu"}
-
-                await eventually(drained)
+                await eventually(
+                    one.replicas, lambda found: {each.capability_set for each in found} == {"cpu"}
+                )
     assert len(adapter.starts) == 4
 
 
@@ -249,8 +247,4 @@ async def _ticked(autoscaler: Autoscaler) -> None:
         return one.samples[-1].end_time.ToNanoseconds()
 
     before = await last()
-
-    async def check() -> bool:
-        return await last() > before
-
-    await eventually(check)
+    await eventually(last, lambda found: found > before)

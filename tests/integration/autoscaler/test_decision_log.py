@@ -29,11 +29,7 @@ async def decided(asked: Asking) -> api.Decision:
     endpoint = scaling(low=1)
     endpoint.spec.tick.CopyFrom(to_duration(0.5))
     await asked.autoscaler.create(endpoint)
-
-    async def some() -> bool:
-        return bool(await asked.autoscaler.history())
-
-    await eventually(some)
+    await eventually(asked.autoscaler.history)
     return (await asked.autoscaler.history())[-1]
 
 

@@ -86,19 +86,14 @@ async def decided(autoscaler: Autoscaler, code: str, text: str = "") -> api.Deci
     def has(one: api.Decision) -> bool:
         return any(enum_word(step, "code") == code and text in step.text for step in one.steps)
 
-    async def check() -> api.Decision | None:
-        return next((one for one in await autoscaler.history() if has(one)), None)
-
-    return await eventually(check)
+    return await eventually(autoscaler.history, lambda found: next((one for one in found if has(one)), None))
 
 
 async def told_to_leave(autoscaler: Autoscaler) -> list[api.Replica]:
     """The replicas whose GPUs will be taken away, once there are some."""
-
-    async def check() -> list[api.Replica]:
-        return [one for one in await autoscaler.replicas() if one.HasField("revoke_time")]
-
-    return await eventually(check)
+    return await eventually(
+        autoscaler.replicas, lambda found: [one for one in found if one.HasField("revoke_time")]
+    )
 
 
 async def test_others_start_at_once_and_each_of_the_old_goes_when_one_is_ready(
@@ -219,12 +214,10 @@ async def test_an_autoscaler_that_comes_back_goes_on_with_a_drain_or_hears_that_
         async with old.connected(second.address), new.connected(second.address):
             expected = (2, 0) if lifted else (0, 2)
             await eventually(lambda: (len(old.alive), len(new.alive)) == expected)
-
-            async def settled() -> bool:
-                found = await second.replicas()
-                return len(found) == 2 and not any(one.HasField("revoke_time") for one in found)
-
-            await eventually(settled)
+            await eventually(
+                second.replicas,
+                lambda found: len(found) == 2 and not any(one.HasField("revoke_time") for one in found),
+            )
             assert (len(old.alive), len(new.alive)) == expected
             assert len(old.starts) == 2
 

@@ -35,14 +35,12 @@ def engine(name: str) -> FakeAdapter:
 
 async def settled(autoscaler: Autoscaler, **expected: int) -> None:
     """Wait until so many replicas of each adapter are ready."""
-
-    async def so() -> bool:
-        found = await autoscaler.replicas()
-        return (
+    await eventually(
+        autoscaler.replicas,
+        lambda found: (
             Counter(one.adapter.removeprefix("adapters/") for one in found if one.state == READY) == expected
-        )
-
-    await eventually(so)
+        ),
+    )
 
 
 async def connected(autoscaler: Autoscaler, stack: AsyncExitStack, *adapters: FakeAdapter) -> None:
@@ -79,12 +77,10 @@ async def test_the_gate_does_not_cap_what_an_engine_gives(autoscaler: Autoscaler
     adapter.makes_ready = False
     async with adapter.connected(autoscaler.address):
         await autoscaler.create(wanted)
-
-        async def started() -> bool:
-            found = await autoscaler.replicas()
-            return [one.state for one in found] == [api.Replica.STATE_STARTING] * 3
-
-        await eventually(started)
+        await eventually(
+            autoscaler.replicas,
+            lambda found: [one.state for one in found] == [api.Replica.STATE_STARTING] * 3,
+        )
         codes = {enum_word(step, "code") for one in await autoscaler.history() for step in one.steps}
         assert "CAPPED_BY_GPUS" not in codes
 
@@ -128,13 +124,10 @@ async def test_without_a_tier_an_engine_takes_what_no_node_has_gpus_for(
         await settled(autoscaler, own=2, cloud=1)
         allocator.failure = UnavailableError("the allocator is away")
         await autoscaler.set_replicas(5)
-
-        async def waits() -> bool:
-            return "ALLOCATOR_UNAVAILABLE" in {
-                enum_word(one, "code") for one in (await autoscaler.latest()).steps
-            }
-
-        await eventually(waits)
+        await eventually(
+            autoscaler.latest,
+            lambda found: "ALLOCATOR_UNAVAILABLE" in {enum_word(one, "code") for one in found.steps},
+        )
         await settled(autoscaler, own=2, cloud=1)
         allocator.failure = None
         await settled(autoscaler, own=2, cloud=3)
@@ -169,15 +162,7 @@ async def test_no_more_are_wanted_than_there_are_gpus_for(
         assert "NO_CAPACITY" not in await codes(autoscaler)
         allocator.nodes["n"].append("GPU-9")
         allocator.failure = UnavailableError("the allocator is away")
-
-        async def unknown() -> bool:
-            return "GPUS_UNKNOWN" in await codes(autoscaler)
-
-        await eventually(unknown)
+        await eventually(lambda: codes(autoscaler), lambda found: "GPUS_UNKNOWN" in found)
         assert (await autoscaler.status()).desired_replicas == 2
         allocator.failure = None
-
-        async def used() -> bool:
-            return len(await ready(autoscaler)) == 3
-
-        await eventually(used)
+        await eventually(lambda: ready(autoscaler), lambda found: len(found) == 3)

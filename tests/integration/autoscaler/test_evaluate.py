@@ -33,11 +33,7 @@ async def test_what_is_not_stated_comes_from_the_live_endpoint_and_nothing_is_st
     endpoint = scaling(low=1)
     endpoint.spec.tick.CopyFrom(to_duration(3600))
     await live.create(endpoint)
-
-    async def decided() -> bool:
-        return bool(await live.history())
-
-    await eventually(decided)
+    await eventually(live.history)
     found = await asked.evaluate(api.EvaluateRequest(name="endpoints/e"))
     assert [(one.signal, one.value) for one in found.decision.observations] == [("depth", 5.0)]
     assert (found.decision.before, found.decision.wanted, found.decision.name) == (1, 1, "")

@@ -187,11 +187,8 @@ async def test_an_endpoint_scales_on_the_gpus_of_its_own_replicas(tmp_path: Path
         FakeAdapter().connected(autoscaler.address),
     ):
         await autoscaler.create(wanted)
-
-        async def two() -> bool:
-            return (await autoscaler.status()).ready_replicas == 2
-
-        await eventually(two)  # (90 + 0) / 2 lies within the band
+        # (90 + 0) / 2 lies within the band.
+        await eventually(autoscaler.status, lambda found: found.ready_replicas == 2)
         assert sorted(allocator.held) == ["GPU-0", "GPU-1"]
         changes = [one for one in await autoscaler.history() if one.wanted != one.before]
         assert changes[0].observations[0].value == 90.0

@@ -76,16 +76,13 @@ async def test_without_an_adapter_rules_still_decide_and_the_decision_says_so_an
     async def wanted() -> int:
         return (await keda.value(scaled_object()))[1]
 
-    async def said() -> bool:
-        return any(
-            enum_word(one, "limited_by") == "NO_ADAPTER" and one.wanted == 3
-            for one in await autoscaler.history()
-        )
-
     async def nothing_waits() -> bool:
         return await wanted() == 0 and not await autoscaler.replicas()
 
-    await eventually(said)
+    await eventually(
+        autoscaler.history,
+        lambda found: any(enum_word(one, "limited_by") == "NO_ADAPTER" and one.wanted == 3 for one in found),
+    )
     assert await wanted() == 3
     assert (await autoscaler.status()).ready_replicas == 0
     autoscaler.watchers.queues["jobs"] = (0, 0)

@@ -61,20 +61,12 @@ async def test_what_a_replica_reported_is_gone_with_it(autoscaler: Autoscaler, a
     for replica in (first, second):
         await report(autoscaler, replica, 50.0)
     adapter.set(first, FAILED)
-
-    async def check() -> bool:
-        return await listed(autoscaler) == [(second, "busy", 50.0)]
-
-    await eventually(check)
+    await eventually(lambda: listed(autoscaler), lambda found: found == [(second, "busy", 50.0)])
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await report(autoscaler, first, 50.0)
     assert reason(caught.value)[0] == "NOT_FOUND"
     await autoscaler.delete()
-
-    async def gone() -> bool:
-        return not await listed(autoscaler)
-
-    await eventually(gone)
+    await eventually(lambda: listed(autoscaler), lambda found: not found)
 
 
 async def test_what_is_no_number_no_name_or_told_twice_is_refused(autoscaler: Autoscaler) -> None:

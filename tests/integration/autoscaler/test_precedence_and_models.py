@@ -42,11 +42,7 @@ class Site:
 
     async def count(self, name: str, count: int) -> None:
         """Wait until so many of an endpoint run."""
-
-        async def reached() -> bool:
-            return len(await self.running(name)) == count
-
-        await eventually(reached)
+        await eventually(lambda: self.running(name), lambda found: len(found) == count)
 
     async def said(self, name: str, code: str) -> str:
         """The text of the newest step with a code in a decision of an endpoint."""
@@ -193,11 +189,9 @@ async def create(one: Site, wanted: int, **fields: Any) -> None:
 
 async def on(one: Site, **models: int) -> None:
     """Wait until so many replicas are on each model."""
-
-    async def reached() -> bool:
-        return Counter(row.model.model for row in await one.running(JOBS)) == models
-
-    await eventually(reached)
+    await eventually(
+        lambda: one.running(JOBS), lambda found: Counter(row.model.model for row in found) == models
+    )
 
 
 async def test_the_preferred_model_first_then_the_next_and_the_last_goes_first(tmp_path: Path) -> None:
@@ -208,11 +202,10 @@ async def test_the_preferred_model_first_then_the_next_and_the_last_goes_first(t
         shown = await one.autoscaler.get(JOBS)
         assert shown.status.granted_capacity == 2
         assert "3 granted (2 by weight), " in endpoint_lines(shown)[0]
-
-        async def told() -> bool:
-            return (await one.autoscaler.get(JOBS)).status.summary.endswith("; 2 by weight of 3")
-
-        await eventually(told)
+        await eventually(
+            lambda: one.autoscaler.get(JOBS),
+            lambda found: found.status.summary.endswith("; 2 by weight of 3"),
+        )
         column = REPLICAS.column("model")
         assert column is not None
         rows = await one.autoscaler.replicas(parent=JOBS)

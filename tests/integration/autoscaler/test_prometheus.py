@@ -277,11 +277,12 @@ async def server() -> AsyncGenerator[PrometheusServer]:
         command = ("prometheus", f"--config.file={config}", f"--storage.tsdb.path={data}")
         folder.spawn("prometheus", (*command, f"--web.listen-address=127.0.0.1:{port}"), {})
         one = PrometheusServer("main", PrometheusSettings(url=SecretUrl(url), allow_private=True))
-
-        async def scraped() -> bool:
-            return (await one.fetch(InstantQuery("young + on() old", 300.0))).values == (7.0,)
-
-        await eventually(scraped, timeout=60.0, retry_on=(NoAnswerError, httpx.HTTPError))
+        await eventually(
+            lambda: one.fetch(InstantQuery("young + on() old", 300.0)),
+            lambda found: found.values == (7.0,),
+            timeout=60.0,
+            retry_on=(NoAnswerError, httpx.HTTPError),
+        )
         yield one
         await one.close()
     finally:

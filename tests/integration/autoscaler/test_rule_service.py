@@ -142,11 +142,7 @@ async def test_an_update_changes_what_it_names_and_tells_unset_cleared_and_zero_
 async def test_when_a_rule_changed_the_count_is_told(rules: Rules) -> None:
     assert not (await rules.get()).HasField("since_change")
     rules.autoscaler.watchers.queues["jobs"] = (11, 0)
-
-    async def changed() -> bool:
-        return (await rules.get()).HasField("since_change")
-
-    await eventually(changed)
+    await eventually(rules.get, lambda found: found.HasField("since_change"))
     assert seconds((await rules.get()).since_change) < 60
 
 

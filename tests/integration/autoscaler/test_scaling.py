@@ -26,21 +26,20 @@ def allocator() -> FakeAllocator:
 
 
 async def ready(autoscaler: Autoscaler, count: int) -> api.EndpointStatus:
-    async def check() -> api.EndpointStatus | None:
-        status = await autoscaler.status()
-        return status if status.ready_replicas == count and status.desired_replicas == count else None
-
-    return await eventually(check)
+    return await eventually(
+        autoscaler.status,
+        lambda status: (
+            status if status.ready_replicas == count and status.desired_replicas == count else None
+        ),
+    )
 
 
 async def decided(autoscaler: Autoscaler, code: str) -> api.Decision:
     """The latest decision, once it is limited by `code`."""
-
-    async def check() -> api.Decision | None:
-        history = await autoscaler.history()
-        return history[0] if history and enum_word(history[0], "limited_by") == code else None
-
-    return await eventually(check)
+    return await eventually(
+        autoscaler.history,
+        lambda history: history[0] if history and enum_word(history[0], "limited_by") == code else None,
+    )
 
 
 async def test_a_queue_raises_and_lowers_replicas_each_with_its_own_gpu(
@@ -100,12 +99,11 @@ async def test_too_few_gpus_are_granted_as_far_as_they_go_and_on_release(
     decision = await decided(autoscaler, "NO_CAPACITY")
     assert (decision.wanted, decision.granted) == (5, 3)
     assert "all GPUs are held" in decision.summary
-
-    async def counts() -> bool:
-        status = await autoscaler.status()
-        return (status.desired_replicas, status.granted_replicas, status.starting_replicas) == (5, 3, 2)
-
-    await eventually(counts)  # those that have GPUs are starting until their adapter says that they are ready
+    # Those that have GPUs are starting until their adapter says that they are ready.
+    await eventually(
+        autoscaler.status,
+        lambda one: (one.desired_replicas, one.granted_replicas, one.starting_replicas) == (5, 3, 2),
+    )
     allocator.nodes["n"] += ["GPU-3", "GPU-4"]
     await ready(autoscaler, 5)
     assert len(set(allocator.held)) == 5
@@ -159,21 +157,14 @@ async def test_what_keeps_a_replica_from_starting_is_said_and_nothing_is_reserve
     assert "no adapter is connected" in (await decided(autoscaler, "NO_ADAPTER")).summary
     assert not allocator.held, "nothing is reserved that nobody could use"
     async with FakeAdapter(max_replicas=1).connected(autoscaler.address):
-
-        async def full() -> bool:
-            return "the maximum number of replicas" in (await autoscaler.latest()).summary
-
-        await eventually(full)
+        await eventually(autoscaler.latest, lambda found: "the maximum number of replicas" in found.summary)
         assert len(allocator.reservations) == 1
     async with FakeAdapter("b").connected(autoscaler.address):
         await autoscaler.create(endpoint(low=1, high=1, gpus=9, name="large"))
-
-        async def no_node_has_so_many() -> bool:
-            return "UNSATISFIABLE" in {
-                enum_word(one, "limited_by") for one in await autoscaler.history("endpoints/large")
-            }
-
-        await eventually(no_node_has_so_many)
+        await eventually(
+            lambda: autoscaler.history("endpoints/large"),
+            lambda found: "UNSATISFIABLE" in {enum_word(one, "limited_by") for one in found},
+        )
 
 
 async def test_an_adapter_on_a_node_that_the_allocator_does_not_know_is_passed_over(
@@ -186,12 +177,10 @@ async def test_an_adapter_on_a_node_that_the_allocator_does_not_know_is_passed_o
         alone = endpoint(low=1, high=1, gpus=1, name="alone")
         alone.spec.template.template = "other"
         await autoscaler.create(alone)
-
-        async def nobody_else() -> bool:
-            history = await autoscaler.history("endpoints/alone")
-            return bool(history) and "unknown to the allocator: elsewhere" in history[0].summary
-
-        await eventually(nobody_else)
+        await eventually(
+            lambda: autoscaler.history("endpoints/alone"),
+            lambda history: bool(history) and "unknown to the allocator: elsewhere" in history[0].summary,
+        )
     assert len(adapter.starts) == 2
     assert not stranger.starts
 

@@ -46,11 +46,7 @@ async def test_a_preset_is_shown_applied_asked_about_and_explained(asked: Asking
     )
     assert "upAbove: 10" in shown
     assert "created" in await ctl(asked, "apply", "-f", "-", stdin=shown)
-
-    async def decided() -> bool:
-        return bool(await asked.autoscaler.history())
-
-    await eventually(decided)
+    await eventually(asked.autoscaler.history)
     found = await ctl(asked, "evaluate", "endpoint", "jobs", "--before", "3", "--signal", "all=31@1s")
     assert "3 -> 3 wanted, limited by CLAMPED_TO_MAX" in found
     assert "would be 4 if max_replicas were not 3" in found

@@ -83,11 +83,10 @@ async def test_record_of_what_cannot_be_run_or_is_not_there(fleet: RunningFleet)
 
 
 async def test_history_shows_trends_and_points(fleet: RunningFleet) -> None:
-    async def kept() -> bool:
-        ran = await ctl(fleet, "history", "alpha", "--metric", "cpu_percent", "--points", "-o", "json")
-        return ran.code == 0 and len(json.loads(ran.out)["series"]) == 1
-
-    await eventually(kept)
+    await eventually(
+        lambda: ctl(fleet, "history", "alpha", "--metric", "cpu_percent", "--points", "-o", "json"),
+        lambda ran: ran.code == 0 and len(json.loads(ran.out)["series"]) == 1,
+    )
     uuid = (await fleet.node("alpha")).snapshot.gpus[0].uuid
     trends = await ctl(fleet, "history", uuid)
     assert trends.code == 0, trends.err

@@ -161,7 +161,7 @@ async def test_a_flood_takes_its_share_only(
             assert flood.stdout is not None
             assert await asyncio.wait_for(flood.stdout.readline(), 60) == b"open\n"
             held = served.server._connections
-            await eventually(lambda: held.cut >= 1200 - few_descriptors, 60)
+            await eventually(lambda: held.cut >= 1200 - few_descriptors, timeout=60)
             async with (
                 asyncio.timeout(60),
                 open_channel(served.address, token=SecretStr(token("alice"))) as alice,

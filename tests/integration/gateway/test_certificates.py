@@ -170,12 +170,9 @@ async def test_replicas_are_reserved_for_who_created_their_endpoint(world: World
             autoscaler_api.CreateEndpointRequest(request_id=str(uuid4()), endpoint=wanted)
         )
         assert (created.endpoint.creator, created.endpoint.tenant) == ("alice", "alice")
-
-        async def two() -> list[allocator_api.Reservation] | None:
-            found = await services.live()
-            return found if len(found) == len(adapter.alive) == 2 else None
-
-        one, other = await eventually(two)
+        one, other = await eventually(
+            services.live, lambda found: found if len(found) == len(adapter.alive) == 2 else None
+        )
         assert {(each.owner, each.tenant) for each in (one, other)} == {("alice", "alice")}
         with pytest.raises(PermissionDeniedError):
             await bob.release(one)
@@ -189,11 +186,7 @@ async def test_replicas_are_reserved_for_who_created_their_endpoint(world: World
         assert [bool(each.reservation.fence) for each in seen] == [True, True, False]
         await alice.release(other)
         await endpoints.DeleteEndpoint(autoscaler_api.DeleteEndpointRequest(name="endpoints/e"))
-
-        async def none() -> bool:
-            return not await services.live()
-
-        await eventually(none)
+        await eventually(services.live, lambda found: not found)
 
 
 async def test_a_stream_is_of_who_opened_it(world: World) -> None:

@@ -83,11 +83,7 @@ async def test_a_code_lets_one_person_in_once(
         "token", "revoke", "alice", "--tokens-file", str(site.pki.parent / "tokens.toml")
     )
     assert revoked.code == 0, revoked.err
-
-    async def is_out() -> bool:
-        return "was revoked" in (await person.types("get", "nodes")).err
-
-    await eventually(is_out)
+    await eventually(lambda: person.types("get", "nodes"), lambda found: "was revoked" in found.err)
     assert (await person.types("logout")).code == 0
     assert [one.name for one in person.files.iterdir()] == ["contexts.toml"]
 
