@@ -1,5 +1,6 @@
 """Endpoints over gRPC: creating, changing, scaling, listing, following each other and deleting, and every way of doing it wrong."""
 
+import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Awaitable
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.common.rpc.status import PROBLEM_KEY, from_rpc_error
+from gpuscale.common.runtime import tasks
 from gpuscale.common.store.store import Store
 from gpuscale.common.wire import to_duration
 from tests.support.autoscaler_app import (
@@ -93,7 +95,9 @@ async def test_a_spec_that_cannot_work_is_refused_and_the_field_named(autoscaler
         assert fields(error) == [f"endpoint.spec.{field}"]
 
 
-async def test_a_watcher_that_does_not_exist(autoscaler: Autoscaler) -> None:
+async def test_a_watcher_that_does_not_exist_or_is_about_to_be_read(
+    autoscaler: Autoscaler, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wanted = scaling()
     wanted.spec.signals[0].queue.watcher = "watchers/gone"
     error = await refused(autoscaler.create(wanted))
@@ -105,6 +109,14 @@ async def test_a_watcher_that_does_not_exist(autoscaler: Autoscaler) -> None:
     assert autoscaler.watchers.in_use("jobs") == ["endpoints/e", "endpoints/f"]
     await autoscaler.update(endpoint())
     assert autoscaler.watchers.in_use("jobs") == ["endpoints/f"]
+    late = "autoscaler.store.before_commit=sleep:0.5"  # some ticks
+    monkeypatch.setattr(tasks, "_points", tasks.parse_failpoints(late))
+    wanted.name, wanted.spec.signals[0].queue.watcher = "endpoints/f", "watchers/other"
+    update = asyncio.create_task(autoscaler.update(wanted))
+    await eventually(lambda: autoscaler.watchers.in_use("other"))
+    while not update.done():
+        assert autoscaler.watchers.in_use("other") == ["endpoints/f"]
+        await asyncio.sleep(0.01)
 
 
 async def test_an_update_takes_what_the_mask_names_and_tells_unset_from_zero(autoscaler: Autoscaler) -> None:

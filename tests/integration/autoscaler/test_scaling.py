@@ -1,5 +1,7 @@
 """The scaling flow through the real service: readings in, decisions stored, adapters told, GPUs reserved and given back."""
 
+import threading
+from typing import NoReturn
 from uuid import uuid4
 
 import pytest
@@ -7,6 +9,7 @@ import pytest
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.loop import reconciler
 from gpuscale.autoscaler.servicers.endpoint_servicer import _tenant
+from gpuscale.autoscaler.state import store
 from gpuscale.common.errors import PermissionDeniedError, UnavailableError
 from gpuscale.common.runtime import tasks
 from gpuscale.common.security.auth import Limits, Principal, Role
@@ -241,7 +244,7 @@ async def test_gpus_whose_adapter_goes_away_while_they_are_reserved_are_given_ba
 async def test_deleting_drains_everything_and_then_the_endpoint_is_gone(
     autoscaler: Autoscaler, allocator: FakeAllocator, adapter: FakeAdapter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its watchers too are free then, also where whoever removed it is told so later than others see it."""
+    """Its watchers too are free then, not before, and also where whoever removed it is told so later than others see it."""
     adapter.finishes = False
     await autoscaler.create(scaling(high=2, gpus=1))
     autoscaler.watchers.queues["jobs"] = (100, 0)
@@ -251,9 +254,20 @@ async def test_deleting_drains_everything_and_then_the_endpoint_is_gone(
     await eventually(lambda: _draining(autoscaler, 2))
     assert (await autoscaler.status()).summary.startswith("deleted once its 2 replicas")
     assert autoscaler.watchers.in_use("jobs") == ["endpoints/e"]
-    late = "autoscaler.store.after_commit=sleep:0.2"
+    late, failed = "autoscaler.store.after_commit=sleep:0.2", threading.Event()
+
+    def fail(*_: object) -> NoReturn:
+        failed.set()
+        raise UnavailableError("not now")
+
+    with monkeypatch.context() as failing:
+        failing.setattr(store, "remove_endpoint", fail)
+        failing.setattr(tasks.Backoff, "next", lambda _: 3600.0)
+        adapter.finish()
+        await eventually(failed.is_set)
+        await eventually(lambda: autoscaler.watchers.in_use("jobs") == ["endpoints/e"])
     monkeypatch.setattr(tasks, "_points", tasks.parse_failpoints(late))
-    adapter.finish()
+    await autoscaler.delete()
     await eventually(autoscaler.gone)
     assert autoscaler.watchers.in_use("jobs") == []
     assert not allocator.held

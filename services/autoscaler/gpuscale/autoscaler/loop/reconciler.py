@@ -51,7 +51,7 @@ from gpuscale.autoscaler.signals.sources import Histories, SignalSources, Watche
 from gpuscale.autoscaler.state import decision_log, store, watcher_store
 from gpuscale.autoscaler.state.decision_log import Last, Recorded, Repetition, Repetitions
 from gpuscale.autoscaler.state.store import Connection
-from gpuscale.common.errors import GpuscaleError, UnavailableError
+from gpuscale.common.errors import GpuscaleError
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Backoff, Clock, TaskScope
 from gpuscale.common.store.store import Store
@@ -261,7 +261,6 @@ class EndpointLoop:
         if passed is None:
             return None
         spec = passed.endpoint.spec
-        deps.uses.set(self._id, spec.watchers)
         await deps.histories.note(self._id, spec, facts.at)
         if passed.result is not None:
             self.past = replace(facts.past, memory=passed.result.memory, bursts=passed.result.bursts)
@@ -293,12 +292,15 @@ class EndpointLoop:
         """Make the pass on what is on disk, and write the result."""
         work = partial(run_pass, endpoint_id=self._id, facts=facts, tried=tried)
         goes = tried is not None and tried.endpoint.deleting
-        if tried is not None and tried.gone:  # whoever sees that it is gone may delete its watchers
+        read = self._deps.uses.reads(self._id)
+        if gone := tried is not None and tried.gone:  # whoever sees that it is gone may delete its watchers
             self._deps.uses.set(self._id, frozenset())
         try:
             return await self._deps.store.write(work, frees=goes)
-        except UnavailableError as error:
-            if error.reason == "DISK_FULL":
+        except GpuscaleError as error:
+            if gone:
+                self._deps.uses.set(self._id, read)
+            elif error.reason == "DISK_FULL":
                 # Stops free space; and replicas that will lose their GPUs must not run until there is some.
                 only = replace(facts, evaluate=False, starts=False)
                 work = partial(run_pass, endpoint_id=self._id, facts=only)
