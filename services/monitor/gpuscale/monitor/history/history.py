@@ -29,9 +29,9 @@ from gpuscale.monitor.model.metrics import (
 _ARRAY_SLACK = 1.125
 """How much more memory an array takes than its content, at most."""
 _MOST_WAITING = 61
-"""How many samples wait at most. Of thousands of GPUs all memory is cold when it is touched: better once a minute than often."""
+"""How many samples wait at most. Of thousands of GPUs all memory is cold when it is touched: better seldom. Saves and readers move them too."""
 TURNS = _MOST_WAITING - 1
-"""Series take turns in moving their samples, one per step of the finest tier, so that they do not all do so at once."""
+"""Series take turns in moving their samples, one per step of the finest tier: without saves they would all do so at once."""
 
 LEAST_RETENTION_SECONDS = 3_600.0
 """The coarsest tier is never shortened below this."""
