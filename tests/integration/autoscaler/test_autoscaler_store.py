@@ -1,5 +1,6 @@
 """What is on disk outlives the program, is bounded, and does not trust the clock of another boot."""
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
@@ -15,16 +16,18 @@ import sqlalchemy
 from sqlmodel import SQLModel
 
 from gpuscale.api.autoscaler import v1 as api
+from gpuscale.autoscaler import app
 from gpuscale.autoscaler.domain.decisions import Decision
 from gpuscale.autoscaler.domain.replicas import Goal, Replica, ReplicaState, revoked
 from gpuscale.autoscaler.domain.signals import EndpointPast, QueueReading
 from gpuscale.autoscaler.loop import reconciler
 from gpuscale.autoscaler.loop.hub import Wakes
-from gpuscale.autoscaler.loop.reconciler import PassFacts, come_to, read_known, run_pass
+from gpuscale.autoscaler.loop.reconciler import EndpointCounts, PassFacts, come_to, read_known, run_pass
 from gpuscale.autoscaler.servicers import endpoints as endpoint_changes
 from gpuscale.autoscaler.state import decision_log, store
 from gpuscale.autoscaler.state.decision_log import DecisionLog, Repetitions
 from gpuscale.common.errors import AbortedError
+from gpuscale.common.runtime.metrics_text import AT_ONCE, MetricsPage
 from gpuscale.common.runtime.tasks import SystemClock, TaskScope
 from gpuscale.common.store.leadership import Candidate
 from gpuscale.common.store.postgres import Postgres
@@ -540,3 +543,15 @@ async def test_a_page_of_a_list_costs_what_is_on_it(state: Store, monkeypatch: p
             assert len(set(names)) == more
             assert method is not listing.list or names == [f"endpoints/{one}" for one in sorted(ids)]
     assert max(costs) <= 2 * 5 + 6, "rows and statements of each page, the last ones too"
+
+
+async def test_others_run_between_slices_of_a_scrape_and_the_next_slice_is_what_is_there_then() -> None:
+    left = [(f"e{number}", EndpointCounts(1, 1, 1, 0.0), 0.0) for number in range(3 * AT_ONCE)]
+    others: Any = SimpleNamespace(counts=lambda: iter(left), facts=list, states=dict, prometheus={})
+    page = MetricsPage()
+    task = asyncio.create_task(app.add_figures(others, others, others, others, None, page))
+    for _ in range(2):  # it begins, and is through with a slice
+        await asyncio.sleep(0)
+    left.clear()
+    await task
+    assert b"".join(page.chunks()).count(b"_endpoint_desired{") == AT_ONCE

@@ -127,11 +127,12 @@ def uninterrupted(change: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Co
 
 
 async def in_slices(items: Iterable[T], size: int) -> AsyncGenerator[T]:
-    """The items; other tasks run before each `size` of them."""
-    for nth, one in enumerate(items):
+    """The items; other tasks run before each `size` of them are fetched."""
+    await asyncio.sleep(0)
+    for nth, one in enumerate(items, 1):
+        yield one
         if nth % size == 0:
             await asyncio.sleep(0)
-        yield one
 
 
 class TaskScope:
