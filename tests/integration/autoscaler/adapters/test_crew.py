@@ -2,7 +2,7 @@
 
 import asyncio
 import errno
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -176,14 +176,14 @@ async def test_a_replica_that_is_not_shown_for_a_moment_stands_as_it_stood(tmp_p
 
 
 class FullDisk(Journal):
-    """Nothing can be written to it while it is full."""
+    """Nothing can be written to it of those for whom it is full."""
 
-    full = False
+    full: Collection[str] = ()
 
     def write(self, records: Iterable[JournalRecord]) -> dict[str, OSError]:
-        if self.full:
-            return {record.replica: OSError(errno.ENOSPC, "No space left") for record in records}
-        return super().write(records)
+        full = [one for one in records if one.replica in self.full]
+        written = super().write([one for one in records if one not in full])
+        return written | {one.replica: OSError(errno.ENOSPC, "No space left") for one in full}
 
 
 async def test_on_a_full_disk_nothing_starts_and_what_should_stop_stops(tmp_path: Path) -> None:
@@ -192,16 +192,19 @@ async def test_on_a_full_disk_nothing_starts_and_what_should_stop_stops(tmp_path
     async with running(engine, journal) as crew:
         crew.apply([desired()])
         await state(crew, ReplicaState.STARTING)
-        journal.full = True
-        crew.apply([desired(goal=Goal.STOP, drain=30.0), desired(TWO)])
+        journal.full = {ONE, THREE}
+        crew.apply([desired(goal=Goal.STOP, drain=30.0), desired(TWO), desired(THREE)])
         await asyncio.sleep(25)
         assert engine.of(Finish) == [Finish(ONE, 30.0)]
         assert engine.of(Kill) == []
         assert (TWO in engine.starts, crew.failures["apply", "JOURNAL_UNWRITABLE"] > 1) == (False, True)
-        why = (await state(crew, ReplicaState.STARTING, TWO)).reason
-        assert why == "its adapter cannot write its journal: No space left"
+        for name in (TWO, THREE):
+            why = (await state(crew, ReplicaState.STARTING, name)).reason
+            assert why == "its adapter cannot write its journal: No space left"
+        crew.apply([desired(goal=Goal.STOP, drain=30.0), desired(TWO), desired(THREE, goal=Goal.STOP)])
+        assert THREE not in (crew.reports() or {}), "it never was, and its GPUs are free at once"
         await state(crew, ReplicaState.STOPPED)
-        journal.full = False
+        journal.full = ()
         await eventually(lambda: TWO in engine.starts)
         assert (await state(crew, ReplicaState.STARTING, TWO)).reason == ""
     assert engine.starts == {ONE: 1, TWO: 1}

@@ -82,7 +82,7 @@ class EngineCrew:
         self._killed: set[str] = set()
         self._steps: Sequence[Step] = ()
         self._failed: Mapping[str, str] = {}
-        self._problems: dict[str, OSError] = {}
+        self._problems: list[OSError] = []
         self._waits: dict[str, ReplicaReport] = {}
         self._poke = asyncio.Event()
         self._looked = asyncio.Event()
@@ -99,7 +99,9 @@ class EngineCrew:
         """Every known replica by name; None while the state of the engine is unknown."""
         if self._seen_at is None or self._clock.now() - self._seen_at > FRESH:
             return None
-        return self._waits | reports(self._shown, self._records, self._killed)
+        running = {name for name, one in self._wanted.items() if one.goal is Goal.RUN}
+        waits = {name: one for name, one in self._waits.items() if name in running}
+        return reports(self._shown, self._records, self._killed) | waits
 
     def metrics(self) -> dict[str, str]:
         """The metrics URLs of ready replicas, by name."""
@@ -177,11 +179,10 @@ class EngineCrew:
         )
         self._problems.clear()
         await self._write(plan.write)
-        self._waits = {
-            name: ReplicaReport(ReplicaState.STARTING, reason=f"{UNWRITABLE}: {why.strerror}")
-            for name, why in self._problems.items()
-            if name not in self._records
-        }
+        self._waits.clear()
+        if self._problems:
+            waits = ReplicaReport(ReplicaState.STARTING, reason=f"{UNWRITABLE}: {self._problems[0].strerror}")
+            self._waits = {start.order.replica: waits for start in plan.starts}
         if self._closing:  # `end_all` came meanwhile, and does not know of them
             boot = self._clock.boot_id
             begun = [one.replica for one in plan.write if one.phase is Phase.INTENT]
@@ -204,7 +205,7 @@ class EngineCrew:
         self._tell()
         self._looked.set()
         if self._problems:
-            raise next(iter(self._problems.values()))
+            raise self._problems[0]
 
     async def _look(self) -> None:
         with self._measured("observe"):
@@ -276,7 +277,7 @@ class EngineCrew:
                 self._records[record.replica] = record
             if record.phase is Phase.ENDED and record.replica not in self._seen:
                 self._shown.pop(record.replica, None)
-        self._problems |= errors
+        self._problems.extend(errors.values())
 
     def _tell(self) -> None:
         now = self.reports()
