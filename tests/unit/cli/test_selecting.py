@@ -8,11 +8,12 @@ import pytest
 from gpuscale.api.allocator.v1 import Reservation
 from gpuscale.api.autoscaler.v1 import Endpoint
 from gpuscale.api.monitor.v1 import Node
+from gpuscale.api.types.v1 import Gpu
 from gpuscale.cli.console.output import Chosen
 from gpuscale.cli.grammar.selecting import order, parse_selector
 from gpuscale.cli.views.allocator import JOBS
 from gpuscale.cli.views.autoscaler import ENDPOINTS
-from gpuscale.cli.views.monitor import nodes
+from gpuscale.cli.views.monitor import gpus, nodes
 from gpuscale.common.errors import InvalidArgumentError
 from gpuscale.common.filters import compile_filter
 
@@ -78,11 +79,41 @@ def test_columns_are_not_sent_and_what_was_typed_as_a_filter_is() -> None:
         ("exit_code>0,holder=ann", 'job.exit_code>"0" AND holder="ann"'),
         ("node=beta", ""),
         ("team=x", 'labels.team="x"'),
+        ("user=ann,exitCode=0", 'labels.user="ann" AND job.exit_code="0"'),
+        ("state=active,state=leaving", 'state="active"'),
     ],
 )
 def test_of_a_job_its_state_is_asked_and_not_that_of_its_reservation(selector: str, text: str) -> None:
     assert Chosen(parse_selector(selector)).to_filter(Reservation.DESCRIPTOR, JOBS) == text
     assert text == "" or compile_filter(text, Reservation) is not None
+
+
+@pytest.mark.parametrize(
+    ("selector", "kept"),
+    [
+        ("model=h100", "ab"),
+        ("model=NVIDIA H100 80GB HBM3", "ab"),
+        ("model!=H100", "c"),
+        ("model=H", ""),
+        ("model", "abc"),
+        ("state=cordoned", "b"),
+        ("state!=CORDONED", "ac"),
+        ("state=ok", "ab"),
+        ("holder=ann", "a"),
+    ],
+)
+def test_gpus_are_selected_by_what_their_table_shows_too(selector: str, kept: str) -> None:
+    found = [
+        Gpu(name=f"nodes/n/gpus/{name}", model=model, state=state)
+        for name, model, state in (
+            ("a", "NVIDIA H100 80GB HBM3", "GPU_STATE_OK"),
+            ("b", "NVIDIA H100 80GB HBM3", "GPU_STATE_OK"),
+            ("c", "NVIDIA L40S", "GPU_STATE_LOST"),
+        )
+    ]
+    view, chosen = gpus({found[0].name: "ann"}, {found[1].name: "CORDONED"}), Chosen(parse_selector(selector))
+    meets = compile_filter(chosen.to_filter(Gpu.DESCRIPTOR, view), Gpu)
+    assert "".join(one.name[-1] for one in chosen.pick([*filter(meets, found)], view)[0]) == kept
 
 
 @pytest.mark.parametrize(
@@ -92,11 +123,12 @@ def test_of_a_job_its_state_is_asked_and_not_that_of_its_reservation(selector: s
         ("readyy>1", Endpoint, "did you mean READY?"),
         ("name>=3", Endpoint, "name has no amount: compare it with = or !="),
         ("zone>=3", Node, "zone has no amount"),
+        ("state=runing", Reservation, "unknown value 'runing'; did you mean RUNNING?"),
         ("state=onlin", Node, "unknown value 'onlin'; did you mean ONLINE?"),
     ],
 )
 def test_what_cannot_be_asked_is_said(selector: str, of: Any, said: str) -> None:
-    view: Any = nodes() if of is Node else ENDPOINTS
+    view: Any = {Node: nodes(), Reservation: JOBS, Endpoint: ENDPOINTS}[of]
     with pytest.raises(InvalidArgumentError, match=f"--selector: .*{said}".replace("?", "[?]")):
         Chosen(parse_selector(selector)).to_filter(of.DESCRIPTOR, view)
 

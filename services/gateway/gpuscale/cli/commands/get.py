@@ -127,6 +127,12 @@ def _about(session: Session, view: "View[M] | None" = None, fields: Sequence[str
     return lookup.About(chosen=chosen, view=view, fields=fields if table else (), silent=session.silent)
 
 
+def _shows(session: Session) -> bool:
+    """Whether columns are shown, or things are chosen by them."""
+    chosen = session.output.chosen
+    return session.output.human or bool(chosen.conditions or chosen.sort_by)
+
+
 @get("nodes", "nodes -o wide")
 def nodes(session: Session, name: Names) -> None:
     """List hosts with an agent: state, CPU, memory, load."""
@@ -134,7 +140,7 @@ def nodes(session: Session, name: Names) -> None:
 
     with session.connect() as client:
         found = lookup.nodes(client, name, _about(session, monitor.nodes(), monitor.NODE_FIELDS))
-        marked = _marks(session, client) if session.output.human else NO_MARKS
+        marked = _marks(session, client) if _shows(session) else NO_MARKS
     _write(session, found, monitor.nodes(marked, problems=any(map(monitor.node_problem, found))), name)
 
 
@@ -146,7 +152,7 @@ def gpus(session: Session, name: Names, node: str) -> None:
     with session.connect() as client:
         of = lookup.nodes(client, [node] if node else (), everything)
         found = lookup.gpus(of, name, _about(session, view))
-        if session.output.human:
+        if _shows(session):
             view = monitor.gpus(holders_known(client, everything), _marks(session, client))
     _write(session, found, view, name)
 

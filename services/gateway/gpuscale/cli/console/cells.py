@@ -2,8 +2,8 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Generic, Protocol, TypeVar
 
@@ -28,6 +28,7 @@ class Column(Generic[M]):
         wide: only `-o wide` shows it.
         moving: it changes with time, such as an age, which is no change to a watch.
         spare: left out if the terminal is too narrow.
+        own: words that the field of its name does not have; None if all are.
     """
 
     heading: str
@@ -35,16 +36,20 @@ class Column(Generic[M]):
     wide: bool = False
     moving: bool = False
     spare: bool = False
+    own: Collection[str] | None = ()
 
 
 @dataclass(frozen=True)
 class View(Generic[M]):
-    """How a kind of resource is shown: its key in JSON lists, its columns, the path of its labels, and of what is asked for first."""
+    """How a kind of resource is shown: its key in JSON lists, its columns, the path of its labels.
+
+    `first` has paths of fields that columns show, by the key of a selector, before the field that the key itself is.
+    """
 
     key: str
     columns: Sequence[Column[M]]
     labels: Path = (Field("labels"),)
-    first: Path = ()
+    first: Mapping[str, Path] = field(default_factory=dict[str, Path])
 
     def column(self, heading: str) -> Column[M] | None:
         """The column with this heading, in any case."""

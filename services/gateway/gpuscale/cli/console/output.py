@@ -108,7 +108,7 @@ class Chosen:
         kept = list(items)
         for one in self.conditions if items else ():
             if (column := view.column(one.key)) and _asked(one, items[0].DESCRIPTOR, view) is None:
-                kept = [item for item in kept if one.holds(cell_of(column, item))]
+                kept = [item for item in kept if one.holds(_values(column, one.path, item))]
         if self.sort_by:
             wanted = self.sort_by.removeprefix(_DESCENDING)
             column = view.column(wanted)
@@ -136,10 +136,13 @@ class Chosen:
 
 def _asked(one: Condition, descriptor: Any, view: "View[Any]") -> Condition | None:
     """A condition with the path of the field or label that it is about; None for one on a column."""
-    for first in (view.first, ()):
-        if leads((*first, *one.path), descriptor):
-            return replace(one, path=(*first, *one.path))
-    if view.column(one.key):
+    column = view.column(one.key)
+    if column and not one.compares and (column.own is None or one.value.upper() in column.own):
+        return None
+    about = [replace(one, path=path) for path in (view.first.get(one.key, ()), one.path)]
+    if fields := [asked for asked in about if leads(asked.path, descriptor)]:
+        return next((asked for asked in fields if asked.fits(descriptor)), fields[0])
+    if column:
         return None
     return replace(one, path=(*view.labels, Field(one.key))) if leads(view.labels, descriptor) else one
 
@@ -150,9 +153,15 @@ def heading_of(key: str) -> str:
 
 
 def cell_of(column: "Column[Any]", item: "Message") -> list[str]:
-    """The text of a cell; none if the value is absent."""
+    """The text of a cell, and its parts as of `ONLINE,CORDONED`; none if the value is absent."""
     text = column.cell(item)
-    return [] if text == ABSENT else [text]
+    return [] if text == ABSENT else [text, *text.split(",")]
+
+
+def _values(column: "Column[Any]", path: Path, item: "Message") -> list[str]:
+    """What a cell shows, and the field that it shows."""
+    known = find(path, to_dict(item)) if leads(path, item.DESCRIPTOR) else ()
+    return [*cell_of(column, item), *map(as_text, known)]
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,13 @@ class Condition:
         """Whether it compares amounts."""
         return self.sign in _ORDERING
 
+    def fits(self, descriptor: Any) -> bool:
+        """Whether there is such a field, and its value may be one of it."""
+        try:
+            return bool(self.to_filter(descriptor, ""))
+        except InvalidArgumentError:
+            return False
+
     def to_filter(self, descriptor: Any, where: str, also: Iterable[str] = ()) -> str:
         """The API's filter for messages of a type; the arguments are those of `check_path`.
 

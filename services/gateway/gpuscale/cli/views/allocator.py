@@ -80,7 +80,7 @@ RESERVATIONS = View[api.Reservation](
     (
         Column("NAME", lambda one: short(one.name)),
         Column("HOLDER", lambda one: holder(one.holder)),
-        Column("STATE", _reservation_state),
+        Column("STATE", _reservation_state, own=("LEAVING", "QUARANTINED")),
         Column("GPUS", _held),
         Column("NODE", lambda one: _nodes(one.gpus)),
         Column("FENCE", lambda one: str(one.fence or "-"), spare=True),
@@ -108,7 +108,7 @@ JOBS = View[api.Reservation](
     (
         Column("NAME", lambda one: short(one.name)),
         Column("TITLE", lambda one: text(one.job.title)),
-        Column("STATE", _job_state),
+        Column("STATE", _job_state, own=("LEAVING",)),
         Column("EXIT", lambda one: number(one.job, "exit_code")),
         Column("NODE", lambda one: _nodes(one.gpus)),
         Column("GPUS", lambda one: _asked(one) or str(len(one.gpus)), spare=True),
@@ -119,7 +119,10 @@ JOBS = View[api.Reservation](
         Column("WHY", lambda one: text(one.end_reason or one.job.queue_reason), wide=True),
         Column("COMMAND", lambda one: text(one.job.command)),
     ),
-    first=parse_path("job"),
+    first={
+        "state": parse_path("job.state"),
+        **dict.fromkeys(("exit_code", "exitCode"), parse_path("job.exit_code")),
+    },
 )
 
 JOB_MEMBERS = View[api.JobMember](

@@ -71,7 +71,7 @@ def nodes(marked: Marks = NO_MARKS, *, problems: bool = False) -> View[api.Node]
         "nodes",
         (
             Column("NAME", lambda node: short(node.name)),
-            Column("STATE", lambda node: node_state(node, marked)),
+            Column("STATE", lambda node: node_state(node, marked), own=("DEGRADED", "CORDONED", "DRAINING")),
             Column("GPUS", gpu_count),
             Column("CPU", lambda node: number(node.snapshot.host_reading, "cpu_percent", percent)),
             Column("CORES", lambda node: number(node.snapshot.host_reading, "cpu_count"), wide=True),
@@ -105,8 +105,8 @@ def gpus(holders: Mapping[str, str] | None, marked: Marks = NO_MARKS) -> View[ty
         (
             Column("NODE", lambda gpu: short(gpu.name).partition("/")[0]),
             Column("GPU", lambda gpu: str(gpu.index)),
-            Column("MODEL", short_model),
-            Column("STATE", lambda gpu: gpu_state(gpu, marked)),
+            Column("MODEL", short_model, own=None),
+            Column("STATE", lambda gpu: gpu_state(gpu, marked), own=("QUARANTINED", "CORDONED", "DRAINING")),
             Column("UTIL", lambda gpu: number(gpu.reading, "utilization_percent", percent)),
             Column("MEMORY", lambda gpu: memory_used(gpu.reading)),
             Column("FREE", lambda gpu: number(gpu.reading, "memory_free_bytes", size), spare=True),
