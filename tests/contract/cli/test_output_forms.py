@@ -276,7 +276,9 @@ def test_the_name_of_a_policy_gives_the_list_of_its_acts(ctl: Any, world: canned
     assert len(json.loads(ctl("get", "acts", "idle", "-o", "json").out)["policyActs"]) == count
 
 
-@pytest.mark.parametrize("words", ["acts nobody", "acts nobody/1", "changes nobody"])
+@pytest.mark.parametrize(
+    "words", ["acts nobody", "acts nobody/1", "acts idle nobody", "acts idle idle/9", "changes nobody"]
+)
 def test_what_was_made_by_nothing_that_there_is_is_not_found(
     ctl: Any, world: canned.World, words: str
 ) -> None:

@@ -172,27 +172,35 @@ budgets: Reader[allocator_api.PowerBudget] = _reader(allocator_api, "power", nam
 def changes(
     client: Client, typed: Sequence[str] = (), about: About = EVERYTHING
 ) -> list[allocator_api.PowerChange]:
-    """Changes of power caps, newest first: by the name of the change or its budget, or all. Raises NotFoundError: it is none of them."""
-    ids = (one.rpartition("/")[2] for one in typed)
+    """Changes of power caps, newest first: by the name of the change or its budget, or all. Raises NotFoundError: one is none of them."""
+    ids = [one.rpartition("/")[2] for one in typed]
     asked = " OR ".join(f'power_budget = "budgets/{one}" OR name = "changes/{one}"' for one in ids)
     found = about.items(client.power, allocator_api.ListPowerChangesRequest(filter=asked))
-    if typed and not found:
-        budgets(client, [one.rpartition("/")[2] for one in typed])
+    for one in sorted(
+        {*ids} - {name.rpartition("/")[2] for of in found for name in (of.name, of.power_budget)}
+    ):
+        try:
+            budgets(client, [one])
+        except NotFoundError:
+            raise NotFoundError(f"there is no power change and no budget {one}") from None
     return found
 
 
 def acts(
     client: Client, typed: Sequence[str] = (), about: About = EVERYTHING, *, limit: int | None = None
 ) -> list[allocator_api.PolicyAct]:
-    """What policies did, newest first: by the name of the act or its policy, or all. Raises NotFoundError: there is no such policy."""
-    is_act = (names.match(names.POLICY, canonical(one)) is None and "/" in one for one in typed)
-    wanted = [
-        full_name(names.ACT if act else names.POLICY, one) for act, one in zip(is_act, typed, strict=True)
-    ]
-    asked = " OR ".join(f'{("policy", "name")["/acts/" in one]} = "{one}"' for one in wanted)
+    """What policies did, newest first: by the name of the act or its policy, or all. Raises NotFoundError: there is no such act or policy."""
+    policy_of: dict[str, str] = {}
+    for one in typed:
+        is_act = names.match(names.POLICY, canonical(one)) is None and "/" in one
+        name = full_name(names.ACT if is_act else names.POLICY, one)
+        policy_of[name] = name.partition("/acts/")[0]
+    asked = " OR ".join(f'{"policy" if of == one else "name"} = "{one}"' for one, of in policy_of.items())
     found = about.items(client.policies, allocator_api.ListPolicyActsRequest(filter=asked), limit=limit)
-    if not found:
-        policies(client, [one.partition("/acts/")[0] for one in wanted])
+    for one in sorted({*policy_of} - {name for act in found for name in (act.name, act.policy)}):
+        policies(client, [policy_of[one]])
+        if policy_of[one] != one and not about.chosen.conditions:
+            raise NotFoundError(f"{one} not found")
     return found
 
 
