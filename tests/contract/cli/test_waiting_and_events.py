@@ -77,7 +77,7 @@ def test_the_timeout_is_of_all_jobs_together(ctl: Any, monkeypatch: pytest.Monke
     assert (ran.code, now) == (6, [3.5]), ran.err
 
 
-@pytest.mark.parametrize("typed", ["r1", "--timeout 5m r1", "-o json r1", "job r1"])
+@pytest.mark.parametrize("typed", ["r1", "--timeout 5m r1", "-o json r1", "job r1 --for state=SUCCEEDED"])
 def test_a_job_is_waited_for_wherever_its_name_is_typed(ctl: Any, world: canned.World, typed: str) -> None:
     """As data it is data."""
     job = deepcopy(canned.RESERVATION)
@@ -97,8 +97,8 @@ def test_a_state_of_a_job_is_not_waited_for_in_silence(ctl: Any, world: canned.W
     job = deepcopy(canned.RESERVATION)
     job.job.state = job.job.STATE_RUNNING
     world.things[job.name] = job
-    ran = ctl("wait", "job", "r1", "--for", "state=RUNNING", "--timeout", "0s")
-    assert (ran.code, "wait reservation r1 --for job.state=RUNNING" in ran.err) == (2, True)
+    ran = ctl("wait", "job", "r1", "r2", "--for", "state=STARTING", "--timeout", "0s")
+    assert (ran.code, "wait reservation r1 r2 --for job.state=STARTING" in ran.err) == (2, True)
     assert ctl("wait", "reservation", "r1", "--for", "job.state=RUNNING").code == 0
 
 

@@ -1,5 +1,6 @@
 """`gpuscalectl wait`: waits until resources meet a condition, and shows why they do not yet."""
 
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -108,10 +109,9 @@ def _wait_for_jobs(session: Session, typed: Sequence[str], until: str, timeout: 
     """Wait until jobs end, and exit as they do. Raises InvalidArgumentError: something else of them is to be waited for."""
     from gpuscale.client.jobs import exit_code_of
 
-    if until not in {READY, GONE}:
-        raise errors.InvalidArgumentError(
-            f"a job is waited for until it ends: leave out --for, or: wait reservation {typed[0]} --for job.state=RUNNING"
-        )
+    if until not in {READY, GONE} and until.casefold() != "state=succeeded":  # else its exit code says so
+        other = shlex.join(["wait", "reservation", *typed, "--for", f"job.{until}"])
+        raise errors.InvalidArgumentError(f"a job is waited for until it ends: leave out --for, or: {other}")
     began = time.monotonic()
     with session.connect() as client, telling() as (tell, _):
         ended = [find(client, one).until_ended(timeout, tell, began) for one in typed]
