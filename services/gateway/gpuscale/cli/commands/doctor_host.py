@@ -383,9 +383,12 @@ async def upstreams(settings: UpstreamSettings) -> list[Diagnosis]:
                     continue
             except errors.GpuscaleError as error:
                 advice = _READMIT if error.reason == "CERTIFICATE_REVOKED" else _ROTATE
-                if error.reason != "TOKEN_MISSING" or not passes_on:  # else it has its callers' tokens alone
-                    if error.reason != "TLS_FILES":  # which their own checks tell
-                        found.append(_fail("service", subject, f"{address}: {error.message}", advice))
+                if error.reason == "TLS_FILES":  # which their own checks tell
+                    continue
+                if not (
+                    passes_on and error.reason == "TOKEN_MISSING"
+                ):  # else it has its callers' tokens alone
+                    found.append(_fail("service", subject, f"{address}: {error.message}", advice))
                     continue
             found.append(Diagnosis("service", subject, "OK", f"{address} answers"))
     return found
