@@ -80,7 +80,7 @@ def attach(session: Session, name: str) -> None:
 @command("stop job r3fa7kq2vnb4d")
 @names("jobs")
 def stop(session: Session, name: tuple[str, ...]) -> None:
-    """Stop detached jobs on all their nodes: SIGTERM, and SIGKILL 10 s later; then release their GPUs."""
+    """Stop detached jobs, one after the other, on all their nodes: SIGTERM, and SIGKILL 10 s later; then release their GPUs."""
 
     def act(client: "Client", typed: str) -> Done:
         found = find(client, typed).stop()
