@@ -35,11 +35,15 @@ if ! command -v apt-get >/dev/null 2>&1; then
     echo "not installed, and this is no Debian: $packages; their tests will be skipped" >&2
     exit 0
 fi
+choose_chromium() { # older Debians have it whole alone
+    apt-cache show chromium-headless-shell >/dev/null 2>&1 || packages=$(echo "$packages" | sed 's/chromium-headless-shell/chromium/')
+}
 if [ "$(id -u)" = 0 ]; then
     as_root=""
 elif command -v sudo >/dev/null 2>&1 && sudo -n true 2>/dev/null; then
     as_root="sudo"
 else
+    choose_chromium
     echo "not installed, and only root may: $packages; their tests will be skipped" >&2
     echo "  sudo apt-get install --no-install-recommends $packages" >&2
     exit 0
@@ -52,8 +56,7 @@ if [ ! -e "$policy" ]; then
     trap '$as_root rm -f "$policy"' EXIT
 fi
 $as_root apt-get update -qq
-# Older Debians have Chromium whole alone.
-apt-cache show chromium-headless-shell >/dev/null 2>&1 || packages=$(echo "$packages" | sed 's/chromium-headless-shell/chromium/')
+choose_chromium
 # One name a word, on purpose.
 # shellcheck disable=SC2086
 $as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $packages >/dev/null

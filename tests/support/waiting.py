@@ -70,7 +70,7 @@ def eventually_sync(
 ) -> Any:
     """`eventually` for code without an event loop; the clock is the monotonic one.
 
-    A check that takes long, such as a command, takes a fifth of the time at most: others need the CPU for what is waited for.
+    After a check that takes long, such as a command, it waits four times as long, a second at most: others need the CPU.
     """
     deadline = time.monotonic() + timeout
     while True:
