@@ -464,10 +464,14 @@ def test_explain_says_when_what_failed_is_tried_again(ctl: Any, world: canned.Wo
     assert re.fullmatch(r"what failed is tried again: the next one starts in 8\.0 s, as of [345]s ago", last)
 
 
-def test_who_holds_a_gpu_is_told_where_it_is_known(ctl: Any) -> None:
+def test_who_holds_a_gpu_is_told_where_it_is_known(ctl: Any, world: canned.World) -> None:
     of_node = ctl("describe", "node", "host-1").out.partition("\n\nNODE")[2].splitlines()
     assert ["training" in line for line in of_node[1:3]] == [True, False]
     assert "HOLDER" not in ctl("snapshot").out, "an agent does not know"
+    held = deepcopy(canned.RESERVATION)
+    held.gpus[0].name = held.gpus[0].name.replace("host-1", "before")  # as its host was called
+    world.things[held.name] = held
+    assert "training" in ctl("get", "gpus", canned.UUIDS[0]).out
 
 
 AWAY = errors.UnavailableError("the allocator is down", reason="UPSTREAM_UNAVAILABLE")

@@ -104,14 +104,14 @@ def test_of_a_job_its_state_is_asked_and_not_that_of_its_reservation(selector: s
 )
 def test_gpus_are_selected_by_what_their_table_shows_too(selector: str, kept: str) -> None:
     found = [
-        Gpu(name=f"nodes/n/gpus/{name}", model=model, state=state)
+        Gpu(name=f"nodes/n/gpus/{name}", uuid=name, model=model, state=state)
         for name, model, state in (
             ("a", "NVIDIA H100 80GB HBM3", "GPU_STATE_OK"),
             ("b", "NVIDIA H100 80GB HBM3", "GPU_STATE_OK"),
             ("c", "NVIDIA L40S", "GPU_STATE_LOST"),
         )
     ]
-    view, chosen = gpus({found[0].name: "ann"}, {found[1].name: "CORDONED"}), Chosen(parse_selector(selector))
+    view, chosen = gpus({"a": "ann"}, {found[1].name: "CORDONED"}), Chosen(parse_selector(selector))
     meets = compile_filter(chosen.to_filter(Gpu.DESCRIPTOR, view), Gpu)
     assert "".join(one.name[-1] for one in chosen.pick([*filter(meets, found)], view)[0]) == kept
 

@@ -50,7 +50,7 @@ KINDS: Mapping[str, Sequence[str]] = {kind: rest for kind, *rest in map(str.spli
 
 
 class TableRows(list[Any]):
-    """API messages that notebooks show as a table of some columns; `holders` are those of each GPU, by name."""
+    """API messages that notebooks show as a table of some columns; `holders` are those of each GPU, by UUID."""
 
     def __init__(
         self, items: Iterable[Any], columns: Sequence[str], holders: Mapping[str, str] | None = None
@@ -61,7 +61,7 @@ class TableRows(list[Any]):
     def records(self) -> list[dict[str, Any]]:
         """All fields that are set, by path: times as datetime, durations as timedelta, sizes in bytes."""
         found = [dict(_flat(item)) for item in self]
-        return [one | {"holder": self._holders.get(one["name"])} if self._holders else one for one in found]
+        return [one | {"holder": self._holders.get(one["uuid"])} if self._holders else one for one in found]
 
     def to_pandas(self) -> Any:
         """The records as a pandas DataFrame. Raises ModuleNotFoundError: pandas is not installed."""
@@ -172,4 +172,4 @@ def _rows(kind: str, found: Sequence[Any], holding: Sequence[Any], options: Mapp
     meets = compile_filter(options.get("filter", ""), Gpu)
     chosen = filter(meets, (gpu for node in items for gpu in node.snapshot.gpus))
     gpus = sorted(chosen, key=compile_order(options.get("order_by", ""), Gpu))
-    return TableRows(gpus, KINDS[kind][1:], {gpu.name: one.holder for one in holding for gpu in one.gpus})
+    return TableRows(gpus, KINDS[kind][1:], {gpu.uuid: one.holder for one in holding for gpu in one.gpus})

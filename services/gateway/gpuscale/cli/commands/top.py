@@ -70,8 +70,8 @@ def show_status(session: Session) -> None:
     there, holders = nodes or [], lookup.holders(reservations or ())
     gpus = [gpu for node in there for gpu in node.snapshot.gpus]
     states = Counter(node_state(node, marked) for node in there)
-    free = sum(gpu.name not in holders and gpu_state(gpu, marked) == "OK" for gpu in gpus)
-    held = sum(gpu.name in holders for gpu in gpus)
+    free = sum(gpu.uuid not in holders and gpu_state(gpu, marked) == "OK" for gpu in gpus)
+    held = sum(gpu.uuid in holders for gpu in gpus)
     use = f"{free} free, {held} held" + (
         f", {closed} not for new work" if (closed := len(gpus) - free - held) > 0 else ""
     )

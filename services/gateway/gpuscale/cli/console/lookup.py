@@ -384,8 +384,8 @@ RESERVATION_ID = re.compile("r[a-z2-7]{12}")
 
 
 def holders(of: Iterable[allocator_api.Reservation]) -> Mapping[str, str]:
-    """The holder of each reserved GPU, by name of the GPU."""
-    return {gpu.name: reservation.holder for reservation in of for gpu in reservation.gpus}
+    """The holder of each reserved GPU, by UUID: it may be held under an earlier name of its host."""
+    return {gpu.uuid: reservation.holder for reservation in of for gpu in reservation.gpus}
 
 
 def replicas(

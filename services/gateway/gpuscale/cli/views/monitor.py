@@ -96,10 +96,10 @@ def nodes(marked: Marks = NO_MARKS, *, problems: bool = False) -> View[api.Node]
 
 
 def gpus(holders: Mapping[str, str] | None, marked: Marks = NO_MARKS) -> View[types_api.Gpu]:
-    """The view of GPUs, given the holder of each by name, or None without that column, and what is cordoned."""
+    """The view of GPUs, given the holder of each by UUID, or None without that column, and what is cordoned."""
     of_holders: list[Column[types_api.Gpu]] = []
     if holders is not None:
-        of_holders = [Column("HOLDER", lambda gpu: holder(holders.get(gpu.name, "")))]
+        of_holders = [Column("HOLDER", lambda gpu: holder(holders.get(gpu.uuid, "")))]
     return View[types_api.Gpu](
         "gpus",
         (
