@@ -128,10 +128,22 @@ def test_an_allocator_that_starts_hears_how_a_command_ended(
     assert allocator.told[-1] == 138
 
 
-def test_the_end_of_a_detached_job_is_told_while_its_lease_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_a_job_is_told_while_its_lease_lasts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     now = [1000.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     monkeypatch.setattr("time.sleep", lambda seconds: now.append(now.pop() + seconds))
+    attached = Starting(unanswered=0)
+    holder = holding.LeaseHolder(Orders(reservation="reservations/r1", reports=True, **NO_TEXTS), [attached])
+    holder.started(7)
+    holder.renew(1.0)
+    for code, attached.unanswered in ((3, 50), (4, 1000)):
+        holder.ended(code, "")
+    assert (attached.told, attached.unanswered > 900) == ([0, 3], True)
+    said = [line.partition(",")[0] for line in capsys.readouterr().err.splitlines()]
+    assert said[:2] == ["gpuscalectl run: nobody knows yet how the command ended"] * 2
+    assert (len(said), now[0] - holder.ends[0] < holding.RARELY) == (3, True)
     orders = Orders(reservation="reservations/r1", fence=1, reports=True, detached=True, **NO_TEXTS)
     allocator = Starting(unanswered=0)
     holder = holding.LeaseHolder(orders, [allocator])

@@ -21,8 +21,9 @@ RETRY = 0.5
 """Seconds before an unanswered renewal is retried."""
 RARELY, PART = 5.0, 8
 """Most seconds between retries of the end, and which part of the time that it has taken: many jobs may wait for one allocator."""
-PATIENCE, OF_DETACHED = 10.0, 60.0
-"""Seconds to retry the first renewal, and the report of the end, without an answer; of a detached job past the end of its lease."""
+PATIENCE, OF_ENDED, OF_DETACHED = 10.0, 300.0, 60.0
+"""Seconds to retry without an answer: the first renewal and the release, the report of the end while the lease lasts, and that of a
+detached job past the end of its lease."""
 _Answer = TypeVar("_Answer")
 
 
@@ -99,14 +100,19 @@ class LeaseHolder:
 
     def renew_patiently(self, timeout: float, ended_attempt: int = 0) -> "Reservation":
         """Like `renew`, but retries unless it is refused, such as while the allocator restarts or has too many calls."""
-        now = time.monotonic()
-        until = max(now, self.ends[0]) + OF_DETACHED if self.orders.detached else now + PATIENCE
+        now, said = time.monotonic(), self.orders.detached
+        until = max(now, self.ends[0]) + OF_DETACHED
+        if not self.orders.detached:
+            until = max(now + PATIENCE, min(self.ends[0], now + OF_ENDED) if self.member is not None else now)
         while True:
             try:
                 return self.renew(timeout, ended_attempt)
             except GpuscaleError as error:
                 if isinstance(error, REFUSALS) or time.monotonic() >= until:
                     raise
+                if not said and time.monotonic() - now > PATIENCE:
+                    said = True
+                    note_of_run(f"nobody knows yet how the command ended, trying again: {error.message}")
             time.sleep(max(RETRY, min((time.monotonic() - now) / PART, RARELY)))
 
     def failed(self, error: GpuscaleError) -> None:
