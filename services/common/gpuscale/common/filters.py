@@ -41,8 +41,7 @@ _QUOTED = r'"(?:[^"\\]|\\.)*"'
 def compile_filter(text: str, of: type[Message], field: str = "filter") -> Test:
     """A predicate for messages of type `of`; an empty filter accepts all.
 
-    Raises:
-        InvalidArgumentError: invalid filter; the error names the field and the position.
+    Raises InvalidArgumentError: invalid filter; the error names the field and the position.
     """
     return _Parser(text, of, field).filter() if text.strip() else lambda _: True
 
@@ -50,8 +49,7 @@ def compile_filter(text: str, of: type[Message], field: str = "filter") -> Test:
 def compile_order(text: str, of: type[Message]) -> Callable[[Any], tuple["SortValue", ...]]:
     """A sort key for messages of type `of`, such as `state, create_time desc`. Absent values sort as the smallest.
 
-    Raises:
-        InvalidArgumentError: invalid order; the error names the field and the position.
+    Raises InvalidArgumentError: invalid order; the error names the field and the position.
     """
     ranks = _Parser(text, of, "order_by").order() if text.strip() else []
     return lambda message: tuple(rank(message) for rank in ranks)

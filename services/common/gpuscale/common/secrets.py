@@ -155,8 +155,7 @@ class SecretUrl:
 def read_secret(file: Path, what: str) -> str:
     """The content of a file, stripped; `what` names it in errors.
 
-    Raises:
-        ValueError: it cannot be read. The error never contains any part of the file.
+    Raises ValueError: it cannot be read. The error never contains any part of the file.
     """
     try:
         return file.read_text(encoding="utf-8").strip()

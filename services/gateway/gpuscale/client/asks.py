@@ -246,8 +246,7 @@ def default_holder() -> str:
 def as_seconds(name: str, duration: float | str | None) -> float | None:
     """The seconds of an option given as number or text; None if absent.
 
-    Raises:
-        ValueError: the text is not a duration; the message names the option.
+    Raises ValueError: the text is not a duration; the message names the option.
     """
     try:
         return None if duration is None else to_seconds(duration)

@@ -239,8 +239,7 @@ class Client(_Stubs):
     def authority(self) -> str:
         """The certificate authority of the server, PEM; empty without TLS and for the system's authorities.
 
-        Raises:
-            FailedPreconditionError: the file cannot be read (TLS_FILES).
+        Raises FailedPreconditionError: the file cannot be read (TLS_FILES).
         """
         try:
             return self._authority.read_text(encoding="utf-8") if self._authority else ""
@@ -251,8 +250,7 @@ class Client(_Stubs):
     def _admit(self, reservation: allocator_api.Reservation, lease_token: str) -> None:
         """Admit this process with this host's agent, if GPUs are here and an agent answers.
 
-        Raises:
-            FailedPreconditionError: the reservation is over.
+        Raises FailedPreconditionError: the reservation is over.
         """
         if request := admission(reservation, lease_token, self._host.node):
             self._host.say_unadmitted(admit(request, self.work, self.address))

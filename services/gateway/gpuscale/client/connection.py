@@ -192,11 +192,7 @@ def contexts_file() -> Path:
 
 
 def read_contexts(path: Path) -> Contexts:
-    """The contexts of a file; none if it does not exist.
-
-    Raises:
-        FailedPreconditionError: the file cannot be used (reason CONTEXTS).
-    """
+    """The contexts of a file; none if it does not exist. Raises FailedPreconditionError: the file cannot be used (reason CONTEXTS)."""
     try:
         with path.open("rb") as file:
             found: dict[str, object] = tomllib.load(file)
@@ -212,8 +208,7 @@ def read_contexts(path: Path) -> Contexts:
 def find_context(name: str | None = None) -> Context:
     """The context of that name; without a name that of GPUSCALE_CONTEXT, the current one, or an empty one.
 
-    Raises:
-        FailedPreconditionError: no such context, or the file cannot be used (reason CONTEXTS).
+    Raises FailedPreconditionError: no such context, or the file cannot be used (reason CONTEXTS).
     """
     path = contexts_file()
     contexts = read_contexts(path)

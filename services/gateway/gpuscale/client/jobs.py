@@ -320,8 +320,7 @@ class Job:
     def begun_anew(self, attempt: int, tell: Tell = id) -> allocator_api.Reservation | None:
         """Its state once it has GPUs for another attempt after this one; None if there is none.
 
-        Raises:
-            FailedPreconditionError: it was stopped while it waited for them (JOB_STOPPED).
+        Raises FailedPreconditionError: it was stopped while it waited for them (JOB_STOPPED).
         """
         found = self.look()
         if found.job.attempt <= attempt:
@@ -348,8 +347,7 @@ class Job:
     ) -> allocator_api.Reservation:
         """Wait for its end; returns the reservation. The timeout counts from `began` (of `time.monotonic`), by default now.
 
-        Raises:
-            DeadlineExceededError: it did not end in time (NOT_READY).
+        Raises DeadlineExceededError: it did not end in time (NOT_READY).
         """
         began, found = time.monotonic() if began is None else began, self.look()
         while not found.HasField("end_time"):

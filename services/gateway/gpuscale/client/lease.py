@@ -179,8 +179,7 @@ class Held:
     def _leaving(self, error: BaseException | None) -> Generator[None]:
         """Handle the errors of the release at the end of a block, which ended with `error`.
 
-        Raises:
-            LostReservationError: the GPUs were lost while it ran; another error gets a note instead.
+        Raises LostReservationError: the GPUs were lost while it ran; another error gets a note instead.
         """
         try:
             yield
@@ -220,8 +219,7 @@ def timer_of(
 ) -> LeaseTimer:
     """The timer of a grant received now. After a wait in the queue, the grant may be older.
 
-    Raises:
-        FailedPreconditionError: it is the grant of an earlier call, and has ended (RESERVATION_ENDED).
+    Raises FailedPreconditionError: it is the grant of an earlier call, and has ended (RESERVATION_ENDED).
     """
     expect_held(granted)
     waited, ttl = request.HasField("wait"), seconds(granted.ttl)
@@ -233,8 +231,7 @@ def timer_of(
 def expect_held(granted: allocator_api.Reservation) -> None:
     """Check that a repeated request id did not return an ended grant.
 
-    Raises:
-        FailedPreconditionError: the reservation has ended (RESERVATION_ENDED).
+    Raises FailedPreconditionError: the reservation has ended (RESERVATION_ENDED).
     """
     if granted.state in (*_OVER, _STATE.STATE_RELEASED):
         raise FailedPreconditionError(
@@ -370,11 +367,7 @@ class AsyncLease(Held):
             self.lost.set()
 
     async def leave(self, keeper: asyncio.Task[None], error: BaseException | None) -> None:
-        """Stop `keep` and release the GPUs.
-
-        Raises:
-            LostReservationError: they were lost before; another error gets a note instead.
-        """
+        """Stop `keep` and release the GPUs. Raises LostReservationError: they were lost before; another error gets a note instead."""
         self._timer.give_back(now())
         keeper.cancel()
         await asyncio.wait((keeper,))

@@ -36,8 +36,7 @@ def pages(method: Callable[[Request], Response], request: Request) -> Iterator[R
             for node in page.nodes:
                 print(node.name)
 
-    Raises:
-        GpuscaleError: a call failed.
+    Raises GpuscaleError: a call failed.
     """
     while True:
         page = method(request)
@@ -97,8 +96,7 @@ def watch(
             for node in update.nodes:
                 print(node.name)
 
-    Raises:
-        GpuscaleError: the stream failed with an error other than a lost connection.
+    Raises GpuscaleError: the stream failed with an error other than a lost connection.
     """
     waits = Backoff(_FIRST_WAIT, _LONGEST_WAIT)
     while True:

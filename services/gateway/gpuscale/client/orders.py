@@ -97,8 +97,7 @@ class Orders:
 
         That can happen with a repeated request id.
 
-        Raises:
-            FailedPreconditionError: an earlier call started it, not detached (JOB_STARTED).
+        Raises FailedPreconditionError: an earlier call started it, not detached (JOB_STARTED).
         """
         from gpuscale.common.rpc.channel import is_local
 

@@ -32,8 +32,7 @@ Answer = TypeVar("Answer")
 def retrying(call: Callable[[], Answer], until: float = inf) -> Answer:
     """Make a call, and retry without an answer, but not after `until` (of `time.monotonic`).
 
-    Raises:
-        GpuscaleError: the last attempt failed, or an attempt got an error as answer.
+    Raises GpuscaleError: the last attempt failed, or an attempt got an error as answer.
     """
     waits = Backoff(initial=_FIRST_WAIT, cap=2.0)
     for _ in range(ATTEMPTS - 1):

@@ -145,8 +145,7 @@ def admit(
 ) -> str:
     """Have work admitted by `own`, the service at the client's address, or an agent; returns why none did, or an empty string.
 
-    Raises:
-        FailedPreconditionError, PermissionDeniedError: the lease does not hold the GPUs.
+    Raises FailedPreconditionError, PermissionDeniedError: the lease does not hold the GPUs.
     """
     why = "no agent answers on this host"
     for stub, asked in _agents(request, own, address):

@@ -38,11 +38,7 @@ class ServiceModel:
 
 
 def read_trace(lines: Iterable[str], model: ServiceModel) -> list[Request]:
-    """The requests of a CSV file, by arrival.
-
-    Raises:
-        InvalidArgumentError: unknown header or invalid line; the message names the line.
-    """
+    """The requests of a CSV file, by arrival. Raises InvalidArgumentError: unknown header or invalid line; the message names the line."""
     reader = csv.DictReader(lines)
     names = set(reader.fieldnames or ())
     if {"arrival_seconds", "service_seconds"} <= names:

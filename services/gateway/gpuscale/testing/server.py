@@ -73,8 +73,7 @@ class FakeServer:
     def lose(self, name: str) -> None:
         """Remove the first GPU of a reservation from its node, which ends the reservation.
 
-        Raises:
-            NotFoundError: there is no such reservation.
+        Raises NotFoundError: there is no such reservation.
         """
         self._do(self._site.lose(_reservation(name)))
 

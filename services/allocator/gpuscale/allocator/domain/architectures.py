@@ -93,8 +93,7 @@ _EDITION = re.compile(
 def known(name: str) -> Architecture:
     """The architecture of a model by its name or path, such as `meta-llama/Llama-3.1-8B-Instruct`.
 
-    Raises:
-        InvalidArgumentError: the model is unknown; suggests similar names.
+    Raises InvalidArgumentError: the model is unknown; suggests similar names.
     """
     short = _EDITION.sub("", _MAKER.sub("", re.split(r"[/\\]", name.strip().lower().replace("_", "-"))[-1]))
     short = re.sub(
@@ -114,8 +113,7 @@ def known(name: str) -> Architecture:
 def from_config(config: Mapping[str, Any]) -> Architecture:
     """Parse a Hugging Face config.json; for a multimodal model, its text part.
 
-    Raises:
-        InvalidArgumentError: a number is missing or invalid; names the key.
+    Raises InvalidArgumentError: a number is missing or invalid; names the key.
     """
     of: Mapping[str, Any] = config.get("text_config") or config
 

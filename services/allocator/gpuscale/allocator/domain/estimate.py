@@ -259,8 +259,7 @@ def sized(
 ) -> tuple[Estimate, Footprint, Sequence[GpuFit]]:
     """Estimate from a known architecture: what the model needs, and the GPUs of the fleet that fit, fewest first.
 
-    Raises:
-        InvalidArgumentError: like `parallelism`, or the data type is unknown.
+    Raises InvalidArgumentError: like `parallelism`, or the data type is unknown.
     """
     gpus, of_type = parallelism(wish.parameters), _bytes_of(wish.dtype or "bf16")
     given = Split(gpus.tp, gpus.pp) if {"tp", "pp"} & {_kind(name) for name in wish.parameters} else None

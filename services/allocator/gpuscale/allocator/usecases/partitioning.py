@@ -85,8 +85,7 @@ class Partitioning:
     async def begin(self, partitions: Iterable[Partition], wanted_by: str) -> None:
         """Order other instances for idle GPUs.
 
-        Raises:
-            FailedPreconditionError: NO_PARTITION_HELPER; MOVES_UNDER_WAY: others are being partitioned.
+        Raises FailedPreconditionError: NO_PARTITION_HELPER; MOVES_UNDER_WAY: others are being partitioned.
         """
         clock = self.maintenance.clock
         if gpus := self.under_way:

@@ -114,8 +114,7 @@ def load_table(
 ) -> S:
     """The settings from `overrides` by field, then environment, then the tables of a file, then defaults.
 
-    Raises:
-        InvalidArgumentError: a variable or key is unknown, or a value is invalid; the error names it.
+    Raises InvalidArgumentError: a variable or key is unknown, or a value is invalid; the error names it.
     """
     values: dict[str, object] = {}
     origins: dict[str, str] = {}
@@ -143,8 +142,7 @@ def refuse_unused(
 ) -> None:
     """Reject settings in the environment or file that nothing reads; `unused` says by field what to do instead.
 
-    Raises:
-        InvalidArgumentError: such a field is set, or a variable or key is unknown; the error names it.
+    Raises InvalidArgumentError: such a field is set, or a variable or key is unknown; the error names it.
     """
     for origin, field, _ in (
         *_from_file(settings_type, config),

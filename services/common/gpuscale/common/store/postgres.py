@@ -54,11 +54,7 @@ def raw(connection: Connection) -> Driver:
 
 
 def conninfo(url: SecretUrl, application: str) -> str:
-    """The connection string: the URL with our defaults.
-
-    Raises:
-        FailedPreconditionError: invalid URL; the error shows no secret of it.
-    """
+    """The connection string: the URL with our defaults. Raises FailedPreconditionError: invalid URL; the error shows no secret of it."""
     try:
         given = conninfo_to_dict(url.reveal())
     except psycopg.ProgrammingError:

@@ -63,8 +63,7 @@ class WriteGuard(Protocol):
     def inspect(self, connection: sqlite3.Connection, version: int) -> None:
         """Check the file before any change, over a read-only connection; version 0 has no tables.
 
-        Raises:
-            FailedPreconditionError: it must not be used; it stays unchanged.
+        Raises FailedPreconditionError: it must not be used; it stays unchanged.
         """
         ...
 

@@ -295,8 +295,7 @@ class PlanStep:
 def check(wanted: Sequence[manifests.DeclaredDocument]) -> None:
     """Check resources against the rules of the contract, without a server.
 
-    Raises:
-        InvalidArgumentError: one breaks a rule or is declared twice; says where.
+    Raises InvalidArgumentError: one breaks a rule or is declared twice; says where.
     """
     seen: set[str] = set()
     for one in wanted:
@@ -314,8 +313,7 @@ def plan(client: Client, wanted: Sequence[manifests.DeclaredDocument], *, prune:
 
     The server checks all steps beforehand, so that a refusal changes nothing. Its defaults are not a change.
 
-    Raises:
-        GpuscaleError: the server refuses a step; says where.
+    Raises GpuscaleError: the server refuses a step; says where.
     """
     ordered = sorted(wanted, key=lambda one: isinstance(one.resource, api.Endpoint))
     existing: list[tuple[manifests.DeclaredDocument, manifests.Resource | None]] = []

@@ -53,8 +53,7 @@ class LeaseHolder:
     def renew(self, timeout: float, ended_attempt: int = 0) -> "Reservation":
         """Renew the lease; `timeout` limits all ways together. Another attempt is to follow an `ended_attempt`.
 
-        Raises:
-            GpuscaleError: it cannot be renewed; one of `UNANSWERED` if there was no answer.
+        Raises GpuscaleError: it cannot be renewed; one of `UNANSWERED` if there was no answer.
         """
         self.asked_at = time.monotonic()
         if self.member is not None:

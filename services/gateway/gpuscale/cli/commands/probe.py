@@ -76,8 +76,7 @@ def probe(session: Session, name: tuple[str, ...], user: str) -> None:
 def expect_well(client: "Client", reservation: "Reservation") -> None:
     """Check that the fleet knows no fatal problem of the granted GPUs; notes all problems.
 
-    Raises:
-        FailedPreconditionError: it does; the GPUs are released (GPU_CHECK_FAILED).
+    Raises FailedPreconditionError: it does; the GPUs are released (GPU_CHECK_FAILED).
     """
     from gpuscale.client.jobs import give_back
 

@@ -82,8 +82,7 @@ class Session:
     def connect(self, *, quickly: float | None = None) -> Generator[library.Client]:
         """A client of the gateway; `quickly`: most seconds to connect and for each call.
 
-        Raises:
-            UnavailableError: nothing answers; the message says how to start a server.
+        Raises UnavailableError: nothing answers; the message says how to start a server.
         """
         if self.kept is not None:
             yield self.kept
