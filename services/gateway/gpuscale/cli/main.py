@@ -9,14 +9,14 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import click
 
 from gpuscale.cli.commands.watching import GetGroup
 from gpuscale.cli.console.command import OF_ALL_COMMANDS, PROGRAM, CommandEntry, ExplainGroup, Group, JobGroup
 from gpuscale.cli.console.errors import ExitCode, report, report_os, report_usage, report_value
-from gpuscale.cli.console.terminal import TERMINAL, TerminatedError, flush_output, note, prepare_streams
+from gpuscale.cli.console.terminal import TERMINAL, TerminatedError, flush_output, note
 from gpuscale.cli.grammar.nouns import format_of
 from gpuscale.common.errors import GpuscaleError
 
@@ -284,7 +284,9 @@ def run_command(arguments: Sequence[str]) -> int:
 def main() -> None:
     """Run one command and end the process with its exit code."""
     TERMINAL.silence_grpc()
-    prepare_streams(data=format_of(sys.argv[1:]) not in {"", "table", "wide"})
+    stdout: Any = sys.stdout
+    if format_of(sys.argv[1:]) not in {"", "table", "wide"} and hasattr(stdout, "reconfigure"):
+        stdout.reconfigure(encoding="utf-8")  # data is UTF-8 in any locale
     code = run_command(sys.argv[1:])
     try:
         flush_output()

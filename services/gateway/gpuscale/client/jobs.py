@@ -359,10 +359,7 @@ class Job:
     def _later(
         self, found: allocator_api.Reservation, tell: Tell = id, until: float = inf
     ) -> allocator_api.Reservation:
-        """Its state a moment later, however long nothing answers, as in a restart; what was `found` after `until`.
-
-        Raises UnavailableError: the certificate of the service is not to be trusted.
-        """
+        """Its state a moment later, however long nothing answers, as in a restart; what was `found` after `until`."""
         while True:
             time.sleep(PERIOD)
             try:

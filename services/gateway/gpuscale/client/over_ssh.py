@@ -141,10 +141,7 @@ def _copy(
     prefix: bytes,
     failed: list[OSError] | None,
 ) -> None:
-    """Copy an output of a process, if there is a pipe, with a prefix before each line.
-
-    A full disk or closed pipe ends the process and is added to what `failed`; without that, the rest is discarded.
-    """
+    """Copy an output, if it is piped, with a prefix before each line; a full disk or closed pipe ends the process, and is what `failed`."""
     left = b""
     try:
         while source and (chunk := os.read(source.fileno(), CHUNK)):
@@ -160,7 +157,7 @@ def _copy(
         if failed is not None:
             process.terminate()  # the command ends, like a local one would
             failed.append(error)
-        elif source:
+        elif source:  # nobody need read what it says of errors
             with Path(os.devnull).open("wb") as nowhere:
                 _copy(process, source, nowhere.fileno(), b"", None)
     except ValueError:  # closed by us after the process ended: a helper of ssh held it open

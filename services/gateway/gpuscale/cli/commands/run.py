@@ -22,13 +22,7 @@ from gpuscale.cli.console.terminal import TERMINAL, note, note_of_run, write_lin
 from gpuscale.cli.grammar.parameters import Parsed, option, repeated, takes
 from gpuscale.client.orders import Orders, expect_directory, when_moved
 from gpuscale.client.over_ssh import OF_SIGNAL, EarlyStart, supervised
-from gpuscale.common.errors import (
-    DeadlineExceededError,
-    FailedPreconditionError,
-    GpuscaleError,
-    InvalidArgumentError,
-    UnavailableError,
-)
+from gpuscale.common.errors import UNANSWERED, FailedPreconditionError, GpuscaleError, InvalidArgumentError
 
 if TYPE_CHECKING:
     from gpuscale.api.allocator.v1 import Reservation
@@ -212,7 +206,7 @@ def _start(
                 environment=TERMINAL.callers_environment(),
                 on_start=signals.to,
             )
-        except (DeadlineExceededError, FailedPreconditionError, UnavailableError) as error:
+        except (FailedPreconditionError, *UNANSWERED) as error:
             if not signals.ending or first.detached:  # else it ended ssh
                 raise
             began = "nothing was started" if error.reason in _NOT_BEGUN else "the command is stopped"

@@ -41,15 +41,12 @@ class Column(Generic[M]):
 
 @dataclass(frozen=True)
 class View(Generic[M]):
-    """How a kind of resource is shown: its key in JSON lists, its columns, the path of its labels.
-
-    `first` has paths of fields that columns show, by the key of a selector, before the field that the key itself is.
-    """
+    """How a kind of resource is shown: its key in JSON lists, its columns, the path of its labels, and those that keys of selectors mean."""
 
     key: str
     columns: Sequence[Column[M]]
     labels: Path = (Field("labels"),)
-    first: Mapping[str, Path] = field(default_factory=dict[str, Path])
+    paths: Mapping[str, Path] = field(default_factory=dict[str, Path])
 
     def column(self, heading: str) -> Column[M] | None:
         """The column with this heading, in any case."""

@@ -108,7 +108,7 @@ class Chosen:
         kept = list(items)
         for one in self.conditions if items else ():
             if (column := view.column(one.key)) and _asked(one, items[0].DESCRIPTOR, view) is None:
-                kept = [item for item in kept if one.holds(_values(column, one.path, item))]
+                kept = [item for item in kept if one.holds(cell_of(column, item, one.path))]
         if self.sort_by:
             wanted = self.sort_by.removeprefix(_DESCENDING)
             column = view.column(wanted)
@@ -139,7 +139,7 @@ def _asked(one: Condition, descriptor: Any, view: "View[Any]") -> Condition | No
     column = view.column(one.key)
     if column and not one.compares and (column.own is None or one.value.upper() in column.own):
         return None
-    about = [replace(one, path=path) for path in (view.first.get(one.key, ()), one.path)]
+    about = [replace(one, path=path) for path in (view.paths.get(one.key, ()), one.path)]
     if fields := [asked for asked in about if leads(asked.path, descriptor)]:
         return next((asked for asked in fields if asked.fits(descriptor)), fields[0])
     if column:
@@ -152,16 +152,11 @@ def heading_of(key: str) -> str:
     return _HEADINGS.get(key) or re.sub("(?=[A-Z])", " ", key).replace("_", "-").upper()
 
 
-def cell_of(column: "Column[Any]", item: "Message") -> list[str]:
-    """The text of a cell, and its parts as of `ONLINE,CORDONED`; none if the value is absent."""
+def cell_of(column: "Column[Any]", item: "Message", path: Path = ()) -> list[str]:
+    """The text of a cell, its parts as of `ONLINE,CORDONED`, and the field at a path that it shortens; none if it is absent."""
     text = column.cell(item)
-    return [] if text == ABSENT else [text, *text.split(",")]
-
-
-def _values(column: "Column[Any]", path: Path, item: "Message") -> list[str]:
-    """What a cell shows, and the field that it shows."""
-    known = find(path, to_dict(item)) if leads(path, item.DESCRIPTOR) else ()
-    return [*cell_of(column, item), *map(as_text, known)]
+    whole = find(path, to_dict(item)) if path and column.own is None else ()
+    return [] if text == ABSENT else [text, *text.split(","), *map(as_text, whole)]
 
 
 @dataclass(frozen=True)

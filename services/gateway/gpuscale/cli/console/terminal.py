@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, Final, NoReturn, TextIO
+from typing import Final, NoReturn, TextIO
 from unicodedata import category, east_asian_width
 
 _GREEN, _YELLOW, _RED = "32", "33", "31"
@@ -180,13 +180,6 @@ def ask(question: str) -> bool:
             return True
         if word in {"", "n", "no"}:
             return False
-
-
-def prepare_streams(*, data: bool) -> None:
-    """Write `data` as UTF-8 in any locale."""
-    reconfigure: Any = getattr(sys.stdout, "reconfigure", None)  # a test's stream may have no encoding
-    if data and reconfigure:
-        reconfigure(encoding="utf-8")
 
 
 def flush_output() -> None:

@@ -119,10 +119,7 @@ JOBS = View[api.Reservation](
         Column("WHY", lambda one: text(one.end_reason or one.job.queue_reason), wide=True),
         Column("COMMAND", lambda one: text(one.job.command)),
     ),
-    first={
-        "state": parse_path("job.state"),
-        **dict.fromkeys(("exit_code", "exitCode"), parse_path("job.exit_code")),
-    },
+    paths={"state": parse_path("job.state"), "exit_code": parse_path("job.exit_code")},
 )
 
 JOB_MEMBERS = View[api.JobMember](
