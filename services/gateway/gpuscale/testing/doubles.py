@@ -11,7 +11,7 @@ from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.names import gpu_name
 from gpuscale.common.rpc.wrapped_channel import sending
-from gpuscale.common.runtime.tasks import network_namespace, read_boot_id
+from gpuscale.common.runtime.tasks import network_namespace, pause_before_retry, read_boot_id
 from gpuscale.common.wire import to_duration
 from gpuscale.internal.autoscaler import v1 as autoscaler_internal
 from gpuscale.internal.monitor import v1 as monitor_internal
@@ -26,11 +26,7 @@ _ALIVE = {_State.STATE_STARTING, _State.STATE_READY}
 
 
 class FakeHost:
-    """A node that reports idle GPUs to the fleet, and reports again when one is lost. The first one is this host.
-
-    Attributes:
-        uuids: UUIDs of its remaining GPUs, by index.
-    """
+    """A node that reports idle GPUs to the fleet (`uuids`, by index), and reports again when one is lost. The first one is this host."""
 
     def __init__(self, number: int, gpus: int, memory: int, model: str) -> None:
         self.node: str = f"node-{number}"
@@ -101,11 +97,7 @@ class FakeHost:
 
 
 class FakeWorkers:
-    """A worker adapter whose replicas are only states.
-
-    Attributes:
-        ready_by_default: most READY replicas of an endpoint unless `set_ready` says otherwise; None for all.
-    """
+    """A worker adapter whose replicas are only states; at most `ready_by_default` of an endpoint are READY (None: all), or as `set_ready` says."""
 
     def __init__(self, node: str) -> None:
         self.ready_by_default: int | None = None
@@ -150,10 +142,7 @@ class FakeWorkers:
                             elif line.goal == _Goal.GOAL_FORGET:
                                 self._states.pop(line.replica, None)
                         self._settle()
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise asyncio.CancelledError
-            await asyncio.sleep(AGAIN)
+            await pause_before_retry(AGAIN)
 
     async def _messages(self) -> AsyncIterator[autoscaler_internal.ConnectRequest]:
         self._revision = 0

@@ -29,7 +29,7 @@ from functools import partial, wraps
 from pathlib import Path
 from random import SystemRandom
 from types import TracebackType
-from typing import Any, NoReturn, ParamSpec, Protocol, Self, TypeVar
+from typing import Any, ParamSpec, Protocol, Self, TypeVar
 
 from gpuscale.common import errors
 
@@ -289,25 +289,19 @@ def failpoints_set() -> Collection[str]:
 
 def hit(name: str) -> None:
     """Pass a failpoint in a thread. Raises UnavailableError for `error`."""
-    action = _points.get(name)
-    if action is not None:
-        if action.kind == "sleep":
-            time.sleep(action.seconds)
-        else:
-            _fail(name, action)
+    if (action := _points.get(name)) is None:
+        return
+    if action.kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if action.kind == "error":
+        raise errors.UnavailableError(f"failpoint {name}", reason="FAILPOINT")
+    time.sleep(action.seconds)
 
 
 async def hit_async(name: str) -> None:
     """Pass a failpoint on the event loop. Raises UnavailableError for `error`."""
     action = _points.get(name)
-    if action is not None:
-        if action.kind == "sleep":
-            await asyncio.sleep(action.seconds)
-        else:
-            _fail(name, action)
-
-
-def _fail(name: str, action: _Action) -> NoReturn:
-    if action.kind == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    raise errors.UnavailableError(f"failpoint {name}", reason="FAILPOINT")
+    if action is not None and action.kind == "sleep":
+        await asyncio.sleep(action.seconds)
+    elif action is not None:
+        hit(name)
