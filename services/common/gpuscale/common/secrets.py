@@ -210,9 +210,7 @@ def write_private(path: Path, content: bytes, *, public: bool = False, keep_owne
     With `keep_owner`, an existing file keeps its owner, group and group-read bit: a service that runs as its own user can
     still read a file that root replaced.
 
-    Raises:
-        OSError: it cannot be written, or is not a regular file (such as /dev/null); it stays unchanged. The error names
-            the file.
+    Raises OSError: it cannot be written, or is not a regular file (such as /dev/null); it stays unchanged. The error names the file.
     """
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "is not a regular file", str(path))

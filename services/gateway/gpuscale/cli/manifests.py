@@ -219,10 +219,7 @@ def _resource(document: Tree, kind: str) -> Resource:
 
 
 def fill(message: Message, table: Entries) -> None:
-    """Set the fields of a message from a mapping.
-
-    Raises ManifestError: a field is unknown or given twice, or a value has another type.
-    """
+    """Set the fields of a message from a mapping. Raises ManifestError: a field is unknown or given twice, or a value has another type."""
     fields = {name: field for field in message.DESCRIPTOR.fields for name in (field.json_name, field.name)}
     known = [field.json_name for field in message.DESCRIPTOR.fields]
     seen: set[int] = set()

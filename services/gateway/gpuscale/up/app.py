@@ -103,10 +103,7 @@ async def open_all(settings: AllSettings) -> AsyncGenerator[Running]:
 
 
 async def _first_snapshot(own: grpc.aio.Channel) -> Snapshot:
-    """The first snapshot of this host, once fleet and allocator have it.
-
-    Raises UnavailableError: they do not within START_SECONDS (NO_TELEMETRY).
-    """
+    """The first snapshot of this host, once fleet and allocator have it. Raises UnavailableError: they do not within START_SECONDS (NO_TELEMETRY)."""
     fleet = monitor_api.FleetServiceStub(own)
     try:
         async with asyncio.timeout(START_SECONDS):

@@ -278,10 +278,7 @@ class Signer:
         return f"spiffe://{self.trust_domain}/gpuscale/{role}/{name}"
 
     def shared_files(self) -> tuple[str, str]:
-        """The content of the tokens file and of the deny list, for another host of services.
-
-        Raises UnavailableError: they cannot be read.
-        """
+        """The content of the tokens file and of the deny list, for another host of services. Raises UnavailableError: they cannot be read."""
         try:
             found = [
                 "" if one is None else one.read_text("utf-8") for one in (self.tokens_file, self.revoked)
@@ -293,10 +290,7 @@ class Signer:
         return found[0], found[1]
 
     def sign(self, request: bytes, subject: CertificateSubject, days: float | None = None) -> str:
-        """Sign the key in a DER request; returns a PEM certificate.
-
-        Raises InvalidArgumentError: the request is malformed, or its key is too weak.
-        """
+        """Sign the key in a DER request; returns a PEM certificate. Raises InvalidArgumentError: the request is malformed, or its key is too weak."""
         try:
             found = x509.load_der_x509_csr(request)
             whole, key = found.is_signature_valid, found.public_key()

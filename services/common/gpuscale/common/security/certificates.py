@@ -116,10 +116,7 @@ class CertificateCheck:
             raise FailedPreconditionError(message, reason="REVOKED_FILE") from error
 
     def check(self, pem: bytes) -> None:
-        """Check a PEM certificate.
-
-        Raises UnauthenticatedError: it has expired (CERTIFICATE_EXPIRED) or was revoked (CERTIFICATE_REVOKED).
-        """
+        """Check a PEM certificate. Raises UnauthenticatedError: it has expired (CERTIFICATE_EXPIRED) or was revoked (CERTIFICATE_REVOKED)."""
         found = read_certificate(pem)
         if found.ends <= time.time():
             raise UnauthenticatedError("the client certificate has expired", reason="CERTIFICATE_EXPIRED")

@@ -73,10 +73,7 @@ def unchecked(token: str) -> Mapping[str, Any]:
 
 
 def check(token: str, key_of: Callable[[str, str], Key], issuer: str, audience: str) -> SignedToken:
-    """Verify a token; `key_of` returns the key for a key id and algorithm, or raises.
-
-    Raises UnauthenticatedError: TOKEN_INVALID or TOKEN_EXPIRED.
-    """
+    """Verify a token; `key_of` returns the key for a key id and algorithm, or raises. Raises UnauthenticatedError: TOKEN_INVALID or TOKEN_EXPIRED."""
     try:
         header = jws.extract_compact(token.encode()).headers()
         algorithm, key_id = header.get("alg"), header.get("kid", "")
