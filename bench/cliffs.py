@@ -6,7 +6,7 @@ queue: a release, and the grant that comes of it, beside ever more leases and a 
 them to join. telemetry: a second of reports of 100 nodes that are full, beside requests that wait, whom they do not help. watchers:
 a second in which 500 of 10,000 leases are renewed, beside ever more who watch them. nodes: a second of an allocator behind
 ever more nodes whose GPUs are busy under leases. quiet, changing: an evaluation beside ever more endpoints, 400 in a second;
-restart: the start of an autoscaler on that many. page: a page of one of ever more endpoints; all: one of them, where all are
+restart: the start of an autoscaler on that many. leases: a page of 50 of ever more leases. page: a page of one of ever more endpoints; all: one of them, where all are
 read by 100. metrics: a scrape of the fleet's page; backtest: one of ever more requests, streamed. get: what a second of
 `get gpus -w` is told of ever more GPUs whose nodes report each second.
 
@@ -327,6 +327,23 @@ async def _busy_fleet(count: int, index: Nodes | None = None) -> AsyncIterator[s
             task.cancel()
 
 
+async def leases(rounds: int) -> tuple[str, list[Cost]]:
+    """A page of 50 leases behind the first half of them, or the first 1,000."""
+    costs: list[Cost] = []
+    for count in (160, 1600, 10_000):
+        async with _full_fleet(count) as (site, stub, _):
+            request = api.ListReservationsRequest(page_size=count // 2)
+            request.page_token = (await stub.ListReservations(request)).next_page_token
+            request.page_size = 50
+            await _quiet(site)
+            before = cpu_seconds(site.pid)
+            for _ in range(50 * rounds):
+                assert len((await stub.ListReservations(request)).reservations) == 50
+            cpu = (cpu_seconds(site.pid) - before) / (50 * rounds)
+        costs.append(Cost.of_cpu(f"{count:,} leases", count, 1e3 * cpu))
+    return "a page of 50 leases", costs
+
+
 async def page(rounds: int) -> tuple[str, list[Cost]]:
     """A page of one endpoint in the middle."""
     return "a page of one endpoint", await _listed(rounds, page_size=1)
@@ -504,6 +521,7 @@ ROWS: dict[str, tuple[Row, Mapping[str, float]]] = {
     "quiet": (quiet, {CPU: 0.25}),
     "changing": (changing, {CPU: 1}),
     "restart": (restart, {CPU: 3000}),
+    "leases": (leases, {}),
     "page": (page, {}),
     "all": (every, {}),
     "metrics": (metrics, {}),

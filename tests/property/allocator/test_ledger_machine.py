@@ -4,13 +4,23 @@ The machine plays clients, the disk (each write may fail, late or not at all) an
 keeps a plain model of what must be true.
 """
 
+import asyncio
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
-from gpuscale.allocator.domain.ledger import Ledger, due_at
-from gpuscale.allocator.domain.model import Reservation, State
+from gpuscale.allocator.domain import ledger
+from gpuscale.allocator.domain.jobs import JobMember, ReservedJob
+from gpuscale.allocator.domain.ledger import Ledger, Tokens, due_at
+from gpuscale.allocator.domain.model import Reservation, State, Wanted, moved
+from gpuscale.allocator.state.archive import RecordFilter
+from gpuscale.allocator.usecases.leases import Records
 from gpuscale.common.errors import FailedPreconditionError
 from tests.support.allocator_values import NOW, WALL, order, reserved
 
@@ -33,6 +43,10 @@ def holds(ledger: Ledger) -> Holds:
         assert set(ledger.use.gpu(uuid).reservations) == set(of_gpu)
     assert len(ledger.use) == len(found)
     return found
+
+
+async def _none(*_: object, **__: object) -> tuple[tuple[()], int]:
+    return (), 0
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -155,6 +169,44 @@ class LedgerMachine(RuleBasedStateMachine):
             else:
                 self.ledger.settle(closed)
                 self._free(closed)
+
+    @rule(one=known, fails=st.booleans())
+    def moves(self, one: Reservation | None, fails: bool) -> None:
+        """A job of it ends and starts again: under a new fence, or its own where that cannot be written."""
+        before = self._current(one)
+        if before is None or not before.live or before.id in self.closings:
+            return
+        before = self.ledger._put(
+            moved(
+                before,
+                job=ReservedJob("t", "c"),
+                wanted=Wanted(order().ask, 60.0, may_preempt=False, fence=0),
+            )
+        )
+        waits = self.ledger.leave(before.id, JobMember(0, "nodes/n0", 7), 60.0, self.now)
+        again = self.ledger.begin(waits.id, before.gpus, self.now, WALL, 0)
+        self.highest = self.ledger.fence
+        if fails:
+            self.ledger.undo(before, again)
+
+    @rule(size=st.integers(1, 4), ended=st.booleans(), odd=st.booleans())
+    def pages_show_each_once_by_age(self, size: int, ended: bool, odd: bool) -> None:
+        records: Any = SimpleNamespace(
+            ledger=self.ledger, archive=SimpleNamespace(page=_none), tokens=Tokens([1])
+        )
+        every = (one for one in self.ledger._reservations.values() if one.state is not State.PENDING)
+        fences = sorted(one.fence for one in every if (ended or one.live) and (not odd or one.fence % 2))
+        page = partial(
+            Records.list_reservations, records, RecordFilter(), ended=ended, page_size=size,
+            keep=(lambda one: bool(one.fence % 2)) if odd else None,
+        )  # fmt: skip
+        found, token = list[int](), None
+        with patch.object(ledger, "AT_ONCE", 3):
+            while token != "":
+                some, token = asyncio.run(page(page_token=token or ""))
+                found += [one.fence for one in some]
+                assert (len(some) == size and len(found) < len(fences)) if token else len(some) <= size
+        assert found == fences
 
     @rule()
     def restart(self) -> None:

@@ -3,11 +3,16 @@
 import hmac
 import re
 from base64 import urlsafe_b64decode
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
 from gpuscale.allocator.domain.ledger import RETENTION, Deadlines, Ledger, Tokens, rebased
 from gpuscale.allocator.domain.model import EndCause, Order, Reservation, State, moved
+from gpuscale.allocator.state.archive import RecordFilter
+from gpuscale.allocator.usecases.leases import Records
 from gpuscale.common import errors
 from tests.support.allocator_values import NOW, WALL, order, reserved
 
@@ -41,6 +46,34 @@ def test_a_grant_holds_its_gpus_at_once_and_shows_only_once_it_is_on_disk() -> N
     assert confirmed.state is State.ACTIVE
     assert ledger.get(pending.id) is confirmed
     assert list(ledger.reservations(ended=False)) == [confirmed]
+
+
+class Counted(dict[str, Reservation]):
+    """Counts what is looked up."""
+
+    looked_at = 0
+
+    def get(self, *key: Any) -> Any:
+        Counted.looked_at += 1
+        return super().get(*key)
+
+
+@pytest.mark.parametrize("with_ended", [False, True])
+async def test_a_page_looks_at_what_is_on_it_however_many_there_are(*, with_ended: bool) -> None:
+    for count in (100, 3000):
+        ledger, tokens = Ledger(), Tokens([1])
+        for number in range(count):
+            one = active(ledger, f"GPU-{number}")
+            if number % 2:
+                ended(ledger, one)
+        ledger._reservations, ledger._live = Counted(ledger._reservations), Counted(ledger._live)
+        archive = SimpleNamespace(page=AsyncMock(return_value=((), 0)))
+        records: Any = SimpleNamespace(ledger=ledger, tokens=tokens, archive=archive)
+        Counted.looked_at, after = 0, {"page_size": 10, "page_token": tokens.of_page(count // 2)}
+        page, _ = await Records.list_reservations(records, RecordFilter(), ended=with_ended, **after)
+        step = 1 if with_ended else 2
+        assert [one.fence for one in page] == [count // 2 + 1 + step * nth for nth in range(10)]
+        assert Counted.looked_at == 11
 
 
 def test_an_id_tells_nothing_of_the_fence() -> None:

@@ -16,6 +16,7 @@ import binascii
 import heapq
 import hmac
 from base64 import b64decode
+from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
@@ -75,6 +76,9 @@ RETENTION = 14 * 86_400.0
 """Seconds for which an ended reservation is kept, for late retries of its request and for look-ups."""
 
 
+AT_ONCE = 256
+"""Reservations that are read of their order in one step."""
+
 _LETTERS = b"abcdefghijklmnopqrstuvwxyz234567" * 8
 
 
@@ -95,6 +99,7 @@ class Ledger:
         """The reservations that hold GPUs, by id, including those not on disk yet."""
         self._by_request: dict[str, str] = {}
         self._ended: dict[str, None] = {}
+        self._by_fence: tuple[list[tuple[int, str]], ...] = [], []  # of the ended, of the live
         self.use = Use()
         """What live reservations hold of GPUs and nodes; always current."""
         self._closing: dict[str, str] = {}  # why each ends
@@ -111,10 +116,22 @@ class Ledger:
             )
         return found
 
-    def reservations(self, *, ended: bool) -> Iterator[Reservation]:
-        """The reservations on disk, oldest first; with `ended`, ended ones too."""
+    def reservations(self, *, ended: bool, after: int = 0) -> Iterator[Reservation]:
+        """The reservations on disk with fences above `after`, oldest first; with `ended`, ended ones too.
+
+        They may come, go and change between two of them.
+        """
         kept = self._reservations if ended else self._live
-        return (reservation for reservation in kept.values() if reservation.state is not State.PENDING)
+        while True:
+            starts = ((order, bisect_left(order, (after + 1, ""))) for order in self._by_fence[not ended :])
+            places = sorted(place for order, at in starts for place in order[at : at + AT_ONCE])[:AT_ONCE]
+            if not places:
+                return
+            for fence, key in places:
+                one = kept.get(key)
+                if one is not None and one.fence == fence and one.state is not _PENDING:
+                    yield one
+            after = places[-1][0]
 
     def held_on(self, node: str) -> list[Reservation]:
         """The `reservations` that hold something on a node, without scanning all of them."""
@@ -230,14 +247,14 @@ class Ledger:
         wanted = replace(before.wanted, fence=self.fence, first=before.first_fence, limit=limit)
         after = replace(before, fence=self.fence, gpus=(), ttl=wait, deadline=now + wait, wanted=wanted)
         after.revoke_at, after.until, after.end_reason, after.job = None, None, "", before.job.again(ended)
-        del self._reservations[after.id], self._live[after.id]
+        del self._live[after.id]
         return self._put(after)
 
     def _hold_instead(self, after: Reservation) -> None:
         """Replace a reservation and make it the newest: they are ordered by fence."""
         self.use.free(after.id)
         self.use.hold(after)
-        del self._reservations[after.id], self._live[after.id]
+        del self._live[after.id]
         self._put(after)
 
     def confirm(self, granted: Reservation) -> Reservation:
@@ -404,17 +421,24 @@ class Ledger:
         self._put(reservation)
 
     def _put(self, reservation: Reservation) -> Reservation:
+        before, live = self._reservations.get(reservation.id), reservation.live
         self._reservations[reservation.id] = reservation
-        if reservation.live:
+        if live:
             self._live[reservation.id] = reservation
         else:
             self._ended[reservation.id] = None
+        if before is None or before.fence != reservation.fence or not live:
+            if before is not None:  # it was live
+                del self._by_fence[True][bisect_left(self._by_fence[True], (before.fence, before.id))]
+            insort(self._by_fence[live], (reservation.fence, reservation.id))
         self._deadlines.add(reservation.id, due_at(reservation))
         return reservation
 
     def _drop(self, reservation_id: str) -> None:
         dropped = self._reservations.pop(reservation_id)
         del self._by_request[dropped.request_id]
+        order = self._by_fence[dropped.live]
+        del order[bisect_left(order, (dropped.fence, dropped.id))]
         self._live.pop(reservation_id, None)
         self._ended.pop(reservation_id, None)
         self._granted_at.pop(reservation_id, None)

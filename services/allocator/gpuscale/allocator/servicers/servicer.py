@@ -194,7 +194,7 @@ class AllocatorServicer(api.AllocatorServiceServicer):
             self.records.list_reservations,
             RecordFilter(request.holder, request.gpu_uuid, wire.asked_period(request)),
             ended=request.show_ended,
-            keep=(lambda one: meets(self._shown(one))) if request.filter else None,
+            keep=(lambda one: meets(self._shown(one))) if request.filter and not request.order_by else None,
         )
         if request.order_by:
             all_of_them = await every(list_page)

@@ -1,19 +1,20 @@
 """Use cases of reservations that exist: renew, keep alive, release, revoke, lose; get and list, with their use."""
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import NamedTuple
 
 from gpuscale.allocator.domain.jobs import JobMember
-from gpuscale.allocator.domain.ledger import Ledger, Tokens
+from gpuscale.allocator.domain.ledger import AT_ONCE, Ledger, Tokens
 from gpuscale.allocator.domain.model import Reservation, State
 from gpuscale.allocator.domain.usage import ReservationUsage, UsageJudge
 from gpuscale.allocator.state.archive import Archive, RecordFilter
 from gpuscale.allocator.state.commits import Commits, Outcome
 from gpuscale.allocator.usecases.fleet import FleetView
 from gpuscale.common import errors
-from gpuscale.common.runtime.tasks import Clock
+from gpuscale.common.runtime.tasks import Clock, in_slices
 from gpuscale.common.security.auth import Principal, Role
 from gpuscale.common.wire import MAX_PAGE_SIZE, page_limit
 
@@ -237,21 +238,24 @@ class Records:
 
         Of matching ones on disk, `keep` filters the first 1,000: a page may be short without being the last.
         """
-        most = page_limit(page_size)
+        most, last = page_limit(page_size), 0
         after = self.tokens.fence_of_page(page_token) if page_token else 0
-        kept = self.ledger.reservations(ended=ended)
-        chosen = {one.id: one for one in kept if one.fence > after and one in wanted}
-        last = 0
+        chosen: dict[str, Reservation] = {}
+        async with aclosing(in_slices(self.ledger.reservations(ended=ended, after=after), AT_ONCE)) as rest:
+            async for one in rest:
+                if one in wanted and (keep is None or keep(one)):
+                    chosen[one.id] = one
+                    if len(chosen) > most:
+                        break
         if ended:  # read after memory: what leaves it meanwhile is in both
             looked_at = most + 1 if keep is None else MAX_PAGE_SIZE
             old, last = await self.archive.page(wanted, after=after, most=looked_at)
             if keep is not None and len(old) == looked_at:
                 last = old[-1].fence
-            chosen = {one.id: one for one in old} | chosen
+            chosen = {one.id: one for one in old if keep is None or keep(one)} | chosen
         found = sorted(chosen.values(), key=lambda one: one.fence)  # it grows with every grant
         if last:
             found = [one for one in found if one.fence <= last]
-        found = found if keep is None else list(filter(keep, found))
         if len(found) > most:
             last = found[most - 1].fence
         return found[:most], self.tokens.of_page(last) if last else ""
