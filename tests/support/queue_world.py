@@ -1,6 +1,6 @@
 """A small fleet of whole GPUs for the queue: first node that fits, leases that end when a test says so."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
@@ -71,7 +71,10 @@ class QueueWorld:
     def month(self, tenant: str) -> model.MonthStanding:
         return self.months.get(tenant, model.MonthStanding())
 
-    def likely_first(self, looked_at: int, most: int, now: float) -> Sequence[model.LeaseTerms]:
+    def likely_first(
+        self, looked_at: int, most: int, now: float
+    ) -> Generator[None, None, Sequence[model.LeaseTerms]]:
+        yield from ()
         first = [self.likely.get(one.id, one) for one in islice(self.ending_first(), looked_at)]
         return sorted(first, key=lambda one: one.ends)[:most]
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 from datetime import timedelta
 from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,6 +14,7 @@ from gpuscale.allocator.domain.jobs import JobMember, ReservedJob
 from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import State
 from gpuscale.allocator.placing.placer import Placer
+from gpuscale.allocator.queueing import model
 from gpuscale.allocator.queueing.model import QueueWorld
 from tests.support.allocator_values import NOW, WALL, order, reserved
 
@@ -97,7 +99,10 @@ def test_a_job_that_waited_lasted_from_its_grant_on_and_a_restarted_one_from_its
     assert lasted(ended) == 3600
 
 
-def test_of_the_first_by_their_end_those_come_that_likely_end_first() -> None:
+def test_of_the_first_by_their_end_those_come_that_likely_end_first_and_other_work_between(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(model, "LOOKED_AT_ONCE", 2)
     ledger, durations = Ledger(), learned(ann=[9000.0] * 20, bob=[100.0] * 20)
     world = QueueWorld(ledger, Placer(ledger.use), {}, Bookings(1), lambda: NOW, lambda: WALL)
     world.durations = durations
@@ -109,7 +114,11 @@ def test_of_the_first_by_their_end_those_come_that_likely_end_first() -> None:
     _, _, over, told, _ = ledger.live.values()
     ledger.close(over, State.RELEASED, now=NOW, wall=WALL)
     ledger.revoke(told.id, NOW + 85, "")
-    found = world.likely_first(9, 4, NOW)
+    steps = world.likely_first(9, 4, NOW)
+    assert [next(steps), next(steps)] == [None, None], "two of the five at a time"
+    with pytest.raises(StopIteration) as done:
+        next(steps)
+    found = done.value.value
     names = [ledger.get(one.id).request_id for one in found]
     assert [*zip(names, (one.ends - NOW for one in found), strict=True)][:3] == [
         ("over", 80), ("told", 85), ("limited", 90),

@@ -52,12 +52,12 @@ def forecast(
     world: model.QueueWorld,
     now: float,
     admits: Callable[[model.Waiter], bool],
-) -> Iterator[tuple[model.Waiter, model.Foreseen | None]]:
+) -> Iterator[tuple[model.Waiter, model.Foreseen | None] | None]:
     """The first requests in turn, each with its time; None if unknown, or its quota does not admit it.
 
-    Leases may come and go between two items: the leases at the beginning count.
+    Steps before the first yield None. Leases may come and go between two items: those at the beginning count.
     """
-    leases = world.likely_first(MOST_LOOKED_AT, MOST_LEASES, now)
+    leases = yield from world.likely_first(MOST_LOOKED_AT, MOST_LEASES, now)
     taken = {promise.waiter: promise for promise in promises}
     needed: dict[tuple[Ask, Sequence[str]], int] = {}
     after = now
@@ -397,11 +397,8 @@ class Queue:
         if moved:
             yield model.Looked(moved[-1], moved)
 
-    def foresee(self, now: float) -> Iterator[tuple[model.Waiter, model.Foreseen | None]]:
-        """When the first waiters will be served, if known; nothing changes.
-
-        Other work may run between two items.
-        """
+    def foresee(self, now: float) -> Iterator[tuple[model.Waiter, model.Foreseen | None] | None]:
+        """When the first waiters will be served, if known, as `forecast`. Other work may run between two items."""
         line = in_turn(list(self._waiters.values()), self._promises.copy(), self._world)
         return forecast(
             line,

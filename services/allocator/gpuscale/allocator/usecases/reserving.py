@@ -209,8 +209,9 @@ class Waiting:
                 return
             self._foresee_again = now + FORESEE_GAP
             self._foreseen_to = max((entry.waiter.number for entry in self._entries.values()), default=0)
-            for waiter, start in self._queue.foresee(now):
-                waiter.foreseen = start
+            for found in self._queue.foresee(now):
+                if found is not None:
+                    found[0].foreseen = found[1]
                 await asyncio.sleep(0)
             spent = self._clock.now() - now
             self._foresee_again = now + max(FORESEE_GAP, _FORESEE_REST * spent)
