@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -10,7 +12,10 @@ from gpuscale.allocator.domain.power import Governor, PowerBudget, PoweredGpu
 from gpuscale.allocator.placing.constraints import Obstacle
 from gpuscale.allocator.placing.placer import Placer
 from gpuscale.allocator.placing.refusal import RefusalKind
+from gpuscale.allocator.usecases.powering import Powering
+from gpuscale.api.allocator import v1 as api
 from tests.support.allocator_values import NOW, ask, plain_node
+from tests.support.clock import ManualClock
 from tests.support.placing import placer, reservation
 
 NODES = [replace(plain_node(name, 4, rank=rank), labels={"rack": name}) for rank, name in enumerate("ab")]
@@ -119,3 +124,29 @@ def test_a_power_limit_takes_a_node_that_can_keep_it() -> None:
     }
     too_low = budgeted().place(replace(limited, power_limit_watts=100.0), NOW)
     assert "GPUs of nodes/a admit 200 to 700 W" in too_low.message
+
+
+@pytest.mark.parametrize(
+    ("told", "pause", "ends", "why"),
+    [
+        ({"problem": "busy"}, 1.0, False, "busy"),
+        ({"watts": 690}, 1.0, False, "its helper tells no limits"),
+        ({}, 60.0, False, "its agent is not heard of"),
+        ({}, 60.0, True, "no cap is needed any more"),
+    ],
+)
+async def test_a_lost_cap_is_told_with_its_cause(
+    told: dict[str, Any], pause: float, ends: bool, why: str
+) -> None:
+    clock, node, budgets = ManualClock(), plain_node("a", 1), [("rack", "", PowerBudget(300))]
+    uuid, view = node.gpus[0].uuid, SimpleNamespace(nodes=[node], get=lambda _: node)
+    records = SimpleNamespace(view=view, ledger=SimpleNamespace(use=placer([node]).use), clock=clock)
+    world: Any = SimpleNamespace(specs=lambda: budgets, room=lambda: None, **vars(records))
+    powering = Powering(world, world, world, world, world)
+    powering.take("a", {uuid: api.GpuPower(watts=690, lowest_watts=200, limit_watts=700)})
+    await powering.look()
+    powering.take("a", {uuid: api.GpuPower(**told)})
+    clock.advance(pause)
+    del budgets[: int(ends)]
+    await powering.look()
+    assert powering.changes()[0][1].reason == why

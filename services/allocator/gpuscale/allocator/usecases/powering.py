@@ -130,8 +130,11 @@ class Powering:
             was, watts = cap.watts if cap else None, wanted.watts if wanted else None
             if was != watts:
                 budget = wanted.budget if wanted else cap.budget if cap else ""
-                lost = "" if gpu.helped else self._problems.get(gpu.uuid) or "its agent is not heard of"
-                why = wanted.reason if wanted else lost or "no cap is needed any more"
+                why = wanted.reason if wanted else "no cap is needed any more"
+                if not (wanted or gpu.helped) and budget in {"", *dict(budgets)}:  # it is needed, and lost
+                    heard = now - self._told.get(gpu.node, (-HEARD, {}))[0] < HEARD
+                    silence = "its helper tells no limits" if heard else "its agent is not heard of"
+                    why = self._problems.get(gpu.uuid) or silence
                 name, time = gpu_name(gpu.node, gpu.uuid), self.records.clock.wall()
                 self.record(PowerChange(name, was, watts, budget, why, time))
         rooms = {(one.budget, one.name): one.room for one in before.sums}
