@@ -385,9 +385,8 @@ async def upstreams(settings: UpstreamSettings) -> list[Diagnosis]:
                 advice = _READMIT if error.reason == "CERTIFICATE_REVOKED" else _ROTATE
                 if error.reason == "TLS_FILES":  # which their own checks tell
                     continue
-                if not (
-                    passes_on and error.reason == "TOKEN_MISSING"
-                ):  # else it has its callers' tokens alone
+                callers_alone = passes_on and error.reason == "TOKEN_MISSING"  # it has no token but theirs
+                if not callers_alone:
                     found.append(_fail("service", subject, f"{address}: {error.message}", advice))
                     continue
             found.append(Diagnosis("service", subject, "OK", f"{address} answers"))

@@ -1,6 +1,6 @@
 """`gpuscalectl get all`, `version` and `api-resources`: several kinds at once, versions, and the list of kinds."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
@@ -66,7 +66,9 @@ def get_all(session: Session, kinds: str) -> None:
     group = GetGroup("get", entries_above(context))
     if session.output.chosen.watched:
         raise InvalidArgumentError("--watch follows one kind at a time")
-    wanted = [_kind(one, group.entries) for one in kinds.split(",") if one]
+    wanted = [with_noun([one], group.entries)[0] for one in kinds.split(",") if one]
+    if odd := [one for one in wanted if one not in group.entries]:
+        raise InvalidArgumentError(f"unknown kind {odd[0]!r}{near(odd[0], group.entries)}")
     output = session.output
     if output.format is Format.CSV and len(wanted) != 1:
         raise InvalidArgumentError("-o csv is of one kind: use -o jsonl for several")
@@ -95,14 +97,6 @@ def get_all(session: Session, kinds: str) -> None:
     elif output.human and not (together.parts or failed):
         note("none")
     leave(ExitCode.UNAVAILABLE if failed is ExitCode.TIMEOUT else failed)
-
-
-def _kind(typed: str, known: Mapping[str, object]) -> str:
-    """The kind of a word. Raises InvalidArgumentError: there is none."""
-    found, *_ = with_noun([typed], known)
-    if found not in known:
-        raise InvalidArgumentError(f"unknown kind {found!r}{near(found, known)}")
-    return found
 
 
 def programs(session: Session) -> Iterator[tuple[str, str, str]]:

@@ -176,9 +176,7 @@ def changes(
     ids = [one.rpartition("/")[2] for one in typed]
     asked = " OR ".join(f'power_budget = "budgets/{one}" OR name = "changes/{one}"' for one in ids)
     found = about.items(client.power, allocator_api.ListPowerChangesRequest(filter=asked))
-    for one in sorted(
-        {*ids} - {name.rpartition("/")[2] for of in found for name in (of.name, of.power_budget)}
-    ):
+    for one in sorted({*ids} - {short(name) for of in found for name in (of.name, of.power_budget)}):
         try:
             budgets(client, [one])
         except NotFoundError:
