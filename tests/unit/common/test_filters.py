@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 import pytest
 
 from gpuscale.api.allocator import v1 as api
+from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.common import wire
 from gpuscale.common.errors import InvalidArgumentError
 from gpuscale.common.filters import compile_filter, compile_order, listed
@@ -85,6 +86,12 @@ def test_what_cannot_be_read_is_refused_with_its_place(text: str, at: int, what:
     assert caught.value.message.startswith(f"filter, at character {at}: "), caught.value.message
     assert what in caught.value.message
     assert [one.field for one in caught.value.violations] == ["filter"]
+
+
+def test_of_many_values_the_nearest_are_named() -> None:
+    with pytest.raises(InvalidArgumentError, match="expected a value such as NO_ADAPTER or ") as caught:
+        compile_filter("limited_by = no_adaptr", autoscaler_api.Decision)
+    assert len(caught.value.message) < 200
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, Protocol, TypeVar
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
@@ -31,6 +32,7 @@ Reader = Callable[[Any], Iterable[Any]]
 """Reads the values of a field from a message: none if absent, several from a list."""
 
 _MOST_NESTED = 32
+_MOST_NAMED = 12
 _NANOS = 1_000_000_000
 _TIMESTAMP, _DURATION = Timestamp.DESCRIPTOR.full_name, Duration.DESCRIPTOR.full_name
 _ORDERS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "=": operator.eq}
@@ -192,7 +194,7 @@ class _Parser:
         try:
             wanted = _value(leaf, text)
         except (ValueError, KeyError):
-            raise self._wrong(f"expected {_kind(leaf)}", self._start) from None
+            raise self._wrong(f"expected {_kind(leaf, text)}", self._start) from None
         compare = _ORDERS["=" if sign == ":" else sign]
         return lambda value: compare(value, wanted)
 
@@ -265,14 +267,16 @@ def _value(leaf: FieldDescriptor, text: str) -> Any:
     raise ValueError("not comparable")
 
 
-def _kind(leaf: FieldDescriptor) -> str:
-    """What `_value` expects, in words."""
+def _kind(leaf: FieldDescriptor, text: str) -> str:
+    """What `_value` expects in place of a text, in words."""
     if leaf.message_type is not None:
         kinds = {_TIMESTAMP: "a time such as 2026-03-01T12:30:00Z", _DURATION: "a duration such as 30s"}
         return kinds.get(leaf.message_type.full_name, "one of its fields, or :*")
     if leaf.enum_type is not None:
         none, *values = (one.name for one in leaf.enum_type.values)
-        return " or ".join(one.removeprefix(none.removesuffix("UNSPECIFIED")) for one in values)
+        names = [one.removeprefix(none.removesuffix("UNSPECIFIED")) for one in values]
+        near = get_close_matches(text.upper(), names, 5, 0.0) if len(names) > _MOST_NAMED else ()
+        return f"a value such as {' or '.join(near)}" if near else " or ".join(names)
     return {FieldDescriptor.TYPE_BOOL: "true or false", FieldDescriptor.TYPE_BYTES: ":*"}.get(
         leaf.type, "a number"
     )
