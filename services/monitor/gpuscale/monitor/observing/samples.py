@@ -72,11 +72,12 @@ class _Gpus:
 
     def merge(self, numbers: Numbers) -> None:
         count, (places, fields, columns, table) = len(self.uuids), numbers
-        for at, field in enumerate(fields):
-            begin = _COLUMNS.get(field, -1) * count
-            if begin >= 0 and not places:  # as nearly always
-                self.values[begin : begin + count] = table[at * count : (at + 1) * count]
-            elif begin >= 0:
+        for at, field in enumerate(fields if columns else ()):
+            if (metric := _COLUMNS.get(field)) is not None:
+                begin = metric * count
+                if not places:  # as nearly always
+                    self.values[begin : begin + count] = table[at * count : (at + 1) * count]
+                    continue
                 for place, value in zip(places, columns[at], strict=True):
                     self.values[begin + place] = value
             elif field == _TOTAL:
