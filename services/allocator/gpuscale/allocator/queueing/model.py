@@ -1,4 +1,4 @@
-"""Values of the queue: waiting requests, what it knows of leases and quotas, its decisions, and what it needs of the rest of the allocator. Pure.
+"""Values of the queue: waiting requests, leases and quotas, its decisions, and what it needs of the allocator. Pure.
 
 Times are seconds of CLOCK_BOOTTIME; GPUs are counted in thousandths (`model.WHOLE` is one).
 """
