@@ -356,6 +356,9 @@ def test_peers_are_the_same_however_they_are_written() -> None:
         "::1:80": "::1:80",
     }.items():
         assert calls._key(said) == key
+    known = calls._plain.cache_info().misses
+    assert calls._key("ipv6:[::ffff:10.0.0.1]:81") == "10.0.0.1:81"
+    assert calls._plain.cache_info().misses == known, "with every look, for thousands"
 
 
 def test_a_connection_without_an_identity_lasts_a_minute_at_most() -> None:

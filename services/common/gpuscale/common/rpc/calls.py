@@ -17,6 +17,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Container, Iterator
 from contextlib import suppress
+from functools import lru_cache
 from typing import ClassVar, Final
 from urllib.parse import unquote
 
@@ -242,6 +243,7 @@ def _key(peer: str) -> str:
     return f"{_plain(host)}:{port}"
 
 
+@lru_cache(8192)  # of each connection, with every look
 def _plain(host: str) -> str:
     try:
         address = ipaddress.ip_address(host.strip("[]").partition("%")[0])
