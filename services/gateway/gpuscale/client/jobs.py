@@ -217,12 +217,7 @@ class Job:
         self._client = client
 
     def look(self) -> allocator_api.Reservation:
-        """Its current state: `job.state`, `job.members`, `gpus`.
-
-        Raises:
-            NotFoundError: it is no longer known.
-            GpuscaleError: the call failed.
-        """
+        """Its current state: `job.state`, `job.members`, `gpus`. Raises NotFoundError: it is no longer known."""
         request = allocator_api.GetReservationRequest(name=self.name)
         return retrying(lambda: self._client.allocator.GetReservation(request)).reservation
 

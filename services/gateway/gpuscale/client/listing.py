@@ -32,11 +32,9 @@ Response = TypeVar("Response", bound=Page)
 def pages(method: Callable[[Request], Response], request: Request) -> Iterator[Response]:
     """Every page of a List method; modifies `request`.
 
-        for page in pages(client.fleet.ListNodes, monitor_api.ListNodesRequest()):
-            for node in page.nodes:
-                print(node.name)
-
-    Raises GpuscaleError: a call failed.
+    for page in pages(client.fleet.ListNodes, monitor_api.ListNodesRequest()):
+        for node in page.nodes:
+            print(node.name)
     """
     while True:
         page = method(request)
