@@ -246,10 +246,8 @@ def supervise_all(
 
         if early:
             on_start(early)
-            started = [early]
-        else:
-            there = [(one, start(one.words)) for one in members]
-            started = [_come_up(one, process, start, patience) for one, process in there]
+        there = [] if early else [(one, start(one.words)) for one in members]
+        started = [early] if early else [_come_up(*pair, start, patience) for pair in there]
         if len(members) == 1:
             feed = (started[0].stdin, first.line(), not first.detached)
             threading.Thread(target=_feed, args=feed, daemon=True).start()
