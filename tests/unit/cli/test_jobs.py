@@ -324,10 +324,11 @@ def test_a_lost_connection_is_told_where_the_services_are_lost_with_it(
         jobs.supervise(None, api.Reservation(), made, stdout=1, once=True)
 
 
-SSHD = """
-echo >> {log}
-test $(wc -l < {log}) -gt {times} || {{ echo "{why}" >&2; exit 255; }}
-echo {greeting}; read orders; echo done; echo warned >&2
+GREETS = f"echo {GREETING.decode().strip()}; read orders"
+SSHD = f"""
+echo >> {{log}}
+test $(wc -l < {{log}}) -gt {{times}} || {{{{ echo "{{why}}" >&2; exit 255; }}}}
+{GREETS}; echo done; echo warned >&2
 """
 
 
@@ -352,7 +353,7 @@ def test_ssh_tries_again_where_a_host_turns_it_away_before_it_says_who_it_is(
     """As sshd does when a loop starts thirty jobs at once."""
     monkeypatch.setattr(over_ssh, "FIRST_PAUSE", 0.002)
     log, started = tmp_path / "log", list[object]()
-    script = SSHD.format(log=log, times=times, why=why, greeting=GREETING.decode().strip())
+    script = SSHD.format(log=log, times=times, why=why)
     made = [over_ssh.Supervised(Orders(detached=True, **NO_TEXTS), ["sh", "-c", script])]
     refused = pytest.raises(UnavailableError, match=why) if times >= tries else nullcontext()
     with refused:
@@ -377,7 +378,7 @@ def test_a_pause_before_ssh_is_tried_again_ends_with_a_signal_and_not_after_the_
         if len(started) == 2:
             process.terminate()
 
-    script = SSHD.format(log=tmp_path / "log", times=9, why=why, greeting="")
+    script = SSHD.format(log=tmp_path / "log", times=9, why=why)
     made = [over_ssh.Supervised(Orders(detached=True, **NO_TEXTS), ["sh", "-c", script])]
     with pytest.raises(UnavailableError, match=why):
         over_ssh.supervise_all(made, stdout=1, patience=90.0 if signalled else 30.0, on_start=begun)
@@ -388,14 +389,9 @@ def test_members_that_came_up_at_another_try_run_with_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(over_ssh, "FIRST_PAUSE", 0.002)
-    made = list[over_ssh.Supervised]()
+    made, why = list[over_ssh.Supervised](), "kex_exchange_identification: read"
     for number in range(2):
-        script = SSHD.format(
-            log=tmp_path / f"{number}",
-            times=number,
-            why="kex_exchange_identification: read",
-            greeting=GREETING.decode().strip(),
-        )
+        script = SSHD.format(log=tmp_path / f"{number}", times=number, why=why)
         script = script.replace("echo done", "echo ready; read go; echo done")
         made.append(over_ssh.Supervised(Orders(member=number, **NO_TEXTS), ["sh", "-c", script]))
     with Path("/dev/full").open("wb", buffering=0) as full:
@@ -407,7 +403,7 @@ def test_members_that_came_up_at_another_try_run_with_the_others(
 def test_ssh_may_ask_a_person_unless_it_is_tried_again(detached: int, local: int, ours: bool) -> None:
     """As for a touch of a FIDO key; and the helper of a shared connection, which holds standard error open, is not waited for."""
     orders = Orders(detached=bool(detached), local=bool(local), **NO_TEXTS)
-    script = f"echo {GREETING.decode().strip()}; sleep 9 >/dev/null & read orders"
+    script = f"sleep 9 >/dev/null & {GREETS}"
     made, started = [over_ssh.Supervised(orders, ["sh", "-c", script])], list[subprocess.Popen[bytes]]()
     began = time.monotonic()
     assert over_ssh.supervise_all(made, stdout=1, patience=60.0, on_start=started.append) == [0]
@@ -416,48 +412,35 @@ def test_ssh_may_ask_a_person_unless_it_is_tried_again(detached: int, local: int
 
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize(
-    ("signalled", "members", "detached", "said"),
+    ("begun", "members", "detached", "said"),
     [
-        ("at once", 1, False, "nothing was started on beta"),
-        ("greeted", 2, False, "nothing was started on beta, beta"),
-        ("begun", 1, False, "the command is stopped on beta"),
-        ("begun", 2, False, "the command is stopped on beta, beta"),
-        ("begun", 1, True, None),
+        ("", 1, False, "nothing was started on beta"),
+        (GREETS, 2, False, "nothing was started on beta, beta"),
+        (GREETS, 1, False, "the command is stopped on beta"),
+        (f"{GREETS}; echo ready; read go", 2, False, "the command is stopped on beta, beta"),
+        (GREETS, 1, True, ""),
     ],
 )
 def test_who_ends_a_command_elsewhere_is_not_told_of_a_lost_connection(
-    signalled: str,
+    begun: str,
     members: int,
     detached: bool,
-    said: str | None,
+    said: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """The signal ends ssh, which is how the command is stopped."""
-    ssh = tmp_path / "ssh"
-    steps = {"at once": "", "greeted": f"echo {GREETING.decode().strip()}; read orders", "begun": ""}
-    if members > 1:
-        steps["begun"] = "echo ready; read go"
-    ssh.write_text(
-        "\n".join(
-            [
-                "#!/bin/sh\nsleep 60 >/dev/null 2>&1 &\ntrap 'kill $!; exit 255' TERM",
-                *[*steps.values()][: [*steps].index(signalled) + 1],
-                f"mkdir {tmp_path}/sent 2>/dev/null && kill {os.getpid()}; wait",
-            ]
-        )
-    )
+    ssh, one_kills = tmp_path / "ssh", f"mkdir {tmp_path}/sent 2>/dev/null && kill {os.getpid()}; wait"
+    traps = "sleep 60 >/dev/null 2>&1 &\ntrap 'kill $!; exit 255' TERM"
+    ssh.write_text(f"#!/bin/sh\n{traps}\n{begun}\n{one_kills}")
     ssh.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(jobs.Job, "look", lambda _: api.Reservation())
     numbers = (None,) if members == 1 else range(members)
     made = [Orders(**{**NO_TEXTS, "node": "beta"}, member=one, detached=detached) for one in numbers]
     how: Any = {"forward": (), "stdout": None, "recorded": lambda _: nullcontext(), "once": False}
-    if said is None:
-        with pytest.raises(UnavailableError, match="the connection to beta ended"):
-            run._start(None, HELD, made, None, **how)
-    else:
+    with nullcontext() if said else pytest.raises(UnavailableError, match="connection to beta ended"):
         assert run._start(None, HELD, made, None, **how) == 128 + signal.SIGTERM
         assert capfd.readouterr().err == f"gpuscalectl run: SIGTERM: {said}\n"
 
@@ -663,7 +646,7 @@ def test_output_of_members_without_lines_is_not_kept_back(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("gone", [False, True], ids=["disk", "reader"])
 def test_output_of_members_that_cannot_be_written_ends_them(supervises: bool, gone: bool) -> None:
     """A full disk, or a reader that is gone: they would wait for ever for somebody to take it, or seem to lose their host."""
-    script = f"echo {over_ssh.GREETING.decode().strip()}; read orders; echo ready; read go; exec yes"
+    script = f"{GREETS}; echo ready; read go; exec yes"
     members = [("sh", "-c", script if supervises else "yes")] * 2
     reader, writer = os.pipe()
     os.close(reader)
