@@ -379,10 +379,11 @@ def test_a_pause_before_ssh_is_tried_again_ends_with_a_signal_and_not_after_the_
             process.terminate()
 
     script = SSHD.format(log=tmp_path / "log", times=9, why=why)
+    script, began = f"sleep 9 >/dev/null & {script.lstrip()}", time.monotonic()  # a helper has its stderr
     made = [over_ssh.Supervised(Orders(detached=True, **NO_TEXTS), ["sh", "-c", script])]
     with pytest.raises(UnavailableError, match=why):
         over_ssh.supervise_all(made, stdout=1, patience=90.0 if signalled else 30.0, on_start=begun)
-    assert len(started) == 1 + signalled
+    assert (len(started), time.monotonic() - began < 8) == (1 + signalled, True)
 
 
 def test_members_that_came_up_at_another_try_run_with_the_others(
@@ -432,11 +433,18 @@ def test_who_ends_a_command_elsewhere_is_not_told_of_a_lost_connection(
 ) -> None:
     """The signal ends ssh, which is how the command is stopped."""
     ssh, one_kills = tmp_path / "ssh", f"mkdir {tmp_path}/sent 2>/dev/null && kill {os.getpid()}; wait"
-    traps = "sleep 60 >/dev/null 2>&1 &\ntrap 'kill $!; exit 255' TERM"
+    silent = "go" in begun  # the services, once the members have ended
+    traps = f"sleep 60 >/dev/null 2>&1 &\ntrap 'kill $!; exit {3 if silent else 255}' TERM"
     ssh.write_text(f"#!/bin/sh\n{traps}\n{begun}\n{one_kills}")
     ssh.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(jobs.Job, "look", lambda _: api.Reservation())
+
+    def look(_: jobs.Job) -> api.Reservation:
+        if silent:
+            raise UnavailableError("nothing answers")
+        return api.Reservation()
+
+    monkeypatch.setattr(jobs.Job, "look", look)
     numbers = (None,) if members == 1 else range(members)
     made = [Orders(**{**NO_TEXTS, "node": "beta"}, member=one, detached=detached) for one in numbers]
     how: Any = {"forward": (), "stdout": None, "recorded": lambda _: nullcontext(), "once": False}

@@ -144,14 +144,14 @@ def _copy(
     """Copy an output, if it is piped, with a prefix before each line; a full disk or closed pipe ends the process, and is what `failed`."""
     left = b""
     try:
-        while source and (chunk := os.read(source.fileno(), CHUNK)):
+        while source and (chunk := os.read(source.fileno(), CHUNK)) and not source.closed:
             if prefix:
                 *lines, left = (left + chunk).split(b"\n")
                 if len(left) > CHUNK:  # without an end, as of a progress bar
                     lines, left = [*lines, left], b""
                 chunk = b"".join(prefix + line + b"\n" for line in lines)
             _write(descriptor, chunk)
-        if left:
+        if left and source and not source.closed:
             _write(descriptor, prefix + left + b"\n")
     except OSError as error:
         if failed is not None:
