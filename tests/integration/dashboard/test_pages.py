@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
+from itertools import chain, repeat
 from typing import Any
 from unittest.mock import AsyncMock, Mock
 
@@ -158,7 +159,9 @@ async def test_an_order_of_replicas_is_what_the_field_shows(monkeypatch: pytest.
 async def test_what_a_role_may_not_read_is_not_offered(role: Role, monkeypatch: pytest.MonkeyPatch) -> None:
     """A viewer read `no call matches` below the refusal, was led to a log that is refused, and had a column for buttons."""
     actions = VisitorActions(Mock(), VisitorSession("token", math.inf, role), SystemClock())
-    monkeypatch.setattr(VisitorActions, "ask", AsyncMock(return_value=[]))
+    late = chain(repeat(UnavailableError("too late"), 3), repeat([]))
+    monkeypatch.setattr(VisitorActions, "ask", AsyncMock(side_effect=late))
+    monkeypatch.setattr(audit, "REFRESH", 0.01)
     site = DashboardSite(Facts(), Mock(), "", lambda: actions, Mock())
     with opened(monkeypatch) as page:
         audit.audit_page(site)

@@ -11,6 +11,7 @@ from gpuscale.dashboard import humanize
 from gpuscale.dashboard.frame import DashboardSite, ListTable, PageAddress, page
 from gpuscale.dashboard.rows import ResourceTable
 
+REFRESH = 5.0
 MOST_EVENTS = 500
 MOST_PIECES = 8
 """Most calls per refresh; each reads a bounded piece of the log."""
@@ -57,6 +58,7 @@ def audit_page(site: DashboardSite) -> None:
             why.text = f"cannot read the audit log: {error.message}"
             table.element.set_visibility(False)
             return
+        timer.active = False
         why.text = f"{counted(len(found), 'call')} that may have changed something, or were refused"
         older.set_enabled(bool(token))
         table.element.set_visibility(True)
@@ -70,7 +72,7 @@ def audit_page(site: DashboardSite) -> None:
     older.on_click(look)
     newest.on_click(begin)
     wanted.on_value_change(begin)
-    ui.timer(0.0, begin, once=True)
+    timer = ui.timer(REFRESH, begin)  # until there is an answer
 
 
 def audit_filter(text: str) -> str:
