@@ -6,7 +6,7 @@ import signal
 import subprocess
 import threading
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 from types import SimpleNamespace
@@ -401,13 +401,19 @@ def test_members_that_came_up_at_another_try_run_with_the_others(
 
 
 @pytest.mark.parametrize(("detached", "local", "ours"), [(0, 0, True), (1, 1, True), (1, 0, False)])
-def test_ssh_may_ask_a_person_unless_it_is_tried_again(detached: int, local: int, ours: bool) -> None:
+def test_ssh_may_ask_a_person_unless_it_is_tried_again(
+    detached: int, local: int, ours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As for a touch of a FIDO key; and the helper of a shared connection, which holds standard error open, is not waited for."""
     orders = Orders(detached=bool(detached), local=bool(local), **NO_TEXTS)
-    script = f"sleep 9 >/dev/null & {GREETS}"
+    script = f"echo what a profile writes; sleep 9 >/dev/null & {GREETS}"
     made, started = [over_ssh.Supervised(orders, ["sh", "-c", script])], list[subprocess.Popen[bytes]]()
     began = time.monotonic()
-    assert over_ssh.supervise_all(made, stdout=1, patience=60.0, on_start=started.append) == [0]
+    with Path("/dev/full").open("w", buffering=1) as full:
+        monkeypatch.setattr("sys.stderr", full)
+        assert over_ssh.supervise_all(made, stdout=1, patience=60.0, on_start=started.append) == [0]
+        with suppress(OSError):
+            full.close()
     assert (started[0].stderr is None, time.monotonic() - began < 8) == (ours, True)
 
 

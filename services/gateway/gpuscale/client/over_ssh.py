@@ -363,7 +363,8 @@ def _greeted(source: IO[bytes], greeting: bytes = GREETING) -> bool:
             line += byte
         if bytes(line) == greeting or not line:
             return bool(line)
-        sys.stderr.write(line.decode(errors="replace"))
+        with suppress(OSError):  # nobody need read it
+            sys.stderr.write(line.decode(errors="replace"))
     return False
 
 
