@@ -87,12 +87,10 @@ async def metrics(
     double.write()
     address = f"127.0.0.1:{free_port()}"
     async with running_agent(fleet_address, source="nvml", metrics_listen=address, **settings):
-
-        async def read() -> bool:
-            shown = named(await page(address), "gpuscale_gpu_processes")
-            return len(shown) == len(double.gpus)
-
-        await eventually(read)
+        await eventually(
+            lambda: page(address),
+            lambda found: len(named(found, "gpuscale_gpu_processes")) == len(double.gpus),
+        )
         yield address
 
 

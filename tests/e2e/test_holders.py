@@ -95,25 +95,22 @@ def test_two_shares_that_use_what_they_hold_leave_the_rest_to_a_third(up: Up, do
 
         eventually_sync(unclear)
         use(double, (first, 20), (second, 20))
-
-        def exact() -> bool:
-            return [gpu.get("memoryUsedBytes") for usage in usages(up) for gpu in usage["gpus"]] == [
-                str(20 * GIB)
-            ] * 2
-
-        eventually_sync(exact)
+        eventually_sync(
+            lambda: (
+                [gpu.get("memoryUsedBytes") for usage in usages(up) for gpu in usage["gpus"]]
+                == [str(20 * GIB)] * 2
+            )
+        )
         third = run_cli("--address", up.address, *SHARE, "--gpu-memory", "39GiB", "--", "true")
         assert third.code == 0, third.err
         use(double, (first, 20), (second, 20), (outsider.pid, 10))
-
-        def seen() -> bool:
-            return all(
+        eventually_sync(
+            lambda: all(
                 gpu.get("outsiderPids") == [str(outsider.pid)]
                 for usage in usages(up)
                 for gpu in usage["gpus"]
             )
-
-        eventually_sync(seen)
+        )
         refused = run_cli("--address", up.address, *SHARE, "--gpu-memory", "31GiB", "--", "true")
         assert refused.code == 5, refused.err
         assert f"sleep ({outsider.pid})" in refused.err

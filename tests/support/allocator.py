@@ -194,12 +194,10 @@ async def allocator_client(
         allocator(data_dir, fleet_address, clock=clock, **settings) as address,
         connect_async(address) as client,
     ):
-
-        async def ready() -> bool:
-            await client.capacity.RankNodes(allocator_api.RankNodesRequest())
-            return True
-
-        await eventually(ready, retry_on=(errors.UnavailableError,))
+        await eventually(
+            lambda: client.capacity.RankNodes(allocator_api.RankNodesRequest()),
+            retry_on=(errors.UnavailableError,),
+        )
         yield client
 
 

@@ -113,11 +113,9 @@ async def test_no_promise_breaks_whatever_happens_to_leaders_sessions_and_the_se
 async def granted(traffic: Traffic, count: int) -> None:
     """Wait until so many more were asked for and granted: work is under way."""
     now = asyncio.get_running_loop().time()
-
-    async def enough() -> bool:
-        return sum(one.sent > now for one in traffic.history.grants[-10 * count :]) >= count
-
-    await eventually(enough, timeout=WAIT)
+    await eventually(
+        lambda: sum(one.sent > now for one in traffic.history.grants[-10 * count :]) >= count, timeout=WAIT
+    )
 
 
 async def test_what_a_frozen_leader_was_about_to_commit_is_refused_when_it_wakes_up(

@@ -77,12 +77,9 @@ async def site(
         ) as server,
     ):
         clients = [connect_async(server, token=token(name)) for name in names or ("ann", "bob", "ada")]
-
-        async def ready() -> bool:
-            await clients[0].capacity.RankNodes(api.RankNodesRequest())
-            return True
-
-        await eventually(ready, retry_on=(UnavailableError,))
+        await eventually(
+            lambda: clients[0].capacity.RankNodes(api.RankNodesRequest()), retry_on=(UnavailableError,)
+        )
         yield tuple(clients)
         for client in clients:
             await client.close()
@@ -360,22 +357,16 @@ async def test_watchers_are_told_of_bookings_that_are_made_claimed_and_over(
             async for message in eve.bookings.WatchBookings(api.WatchBookingsRequest()):
                 seen.take(message)
 
-        async def claimed() -> bool:
-            return len(seen.items[made.name].reservations) == 1
-
-        async def gone() -> bool:
-            return not seen.items
-
         async with asyncio.TaskGroup() as group:
             following = group.create_task(follow())
             await eventually(lambda: settled(seen))
             assert [*seen.items] == [made.name]
             clock.ahead += 120
             lease = await ann.reserve(1, booking=made.name, **WEEK)
-            await eventually(claimed)
+            await eventually(lambda: len(seen.items[made.name].reservations) == 1)
             await lease.release()
             await ann.bookings.CancelBooking(api.CancelBookingRequest(name=made.name))
-            await eventually(gone)
+            await eventually(lambda: not seen.items)
             following.cancel()
 
 

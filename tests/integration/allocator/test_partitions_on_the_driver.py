@@ -71,12 +71,10 @@ async def waited_for(folder: Path, helper: PowerHelper, profile: str) -> AsyncGe
         granted = asyncio.ensure_future(here.client.stub.Reserve(request, timeout=60))
         stack.callback(granted.cancel)
         one = Waiting(here, granted)
-
-        async def planned() -> bool:
-            plans = (await capacity.PlanRebalance(api.PlanRebalanceRequest(), timeout=60)).plans
-            return any(plan.partitions for plan in plans)
-
-        await eventually(planned)
+        await eventually(
+            lambda: capacity.PlanRebalance(api.PlanRebalanceRequest(), timeout=60),
+            lambda found: any(plan.partitions for plan in found.plans),
+        )
         yield one
 
 

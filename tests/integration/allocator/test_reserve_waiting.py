@@ -46,12 +46,10 @@ async def site(
 
 async def until_waiting(quotas: api.QuotaServiceStub, count: int) -> None:
     """Until so many calls of one tenant wait."""
-
-    async def waiting() -> bool:
-        listed = (await quotas.ListQuotas(api.ListQuotasRequest(), timeout=60)).quotas
-        return [one.waiting_count for one in listed] == [count]
-
-    await eventually(waiting)
+    await eventually(
+        lambda: quotas.ListQuotas(api.ListQuotasRequest(), timeout=60),
+        lambda found: [one.waiting_count for one in found.quotas] == [count],
+    )
 
 
 async def test_memory_that_an_outsider_gives_back_serves_who_waits(tmp_path: Path) -> None:
@@ -109,12 +107,13 @@ async def test_quotas_hold_with_and_without_a_wait_and_through_a_restart(tmp_pat
         assert len(await client.live()) == 2
         await client.reserve(tenant="audio")
         call = asyncio.create_task(client.reserve(tenant="vision", wait=to_duration(20)))
-
-        async def listed() -> list[tuple[str, int, int]]:
-            found = (await quotas.ListQuotas(api.ListQuotasRequest(), timeout=60)).quotas
-            return [(one.tenant, one.gpu_milli_held, one.waiting_count) for one in found]
-
-        await eventually(listed, lambda found: found == [("audio", 1000, 0), ("vision", 2000, 1)])
+        await eventually(
+            lambda: quotas.ListQuotas(api.ListQuotasRequest(), timeout=60),
+            lambda found: (
+                [(one.tenant, one.gpu_milli_held, one.waiting_count) for one in found.quotas]
+                == [("audio", 1000, 0), ("vision", 2000, 1)]
+            ),
+        )
         assert not call.done()
         await client.release(held[0])
         assert (await call).tenant == "vision"

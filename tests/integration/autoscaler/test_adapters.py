@@ -92,12 +92,10 @@ async def listed(autoscaler: Autoscaler) -> list[api.Adapter]:
 
 async def shows(autoscaler: Autoscaler, *wanted: str) -> None:
     """Wait until the replicas that have not ended are in these states, in alphabetical order."""
-
-    async def check() -> bool:
-        found = [State.Name(one.state).removeprefix("STATE_") for one in await autoscaler.replicas()]
-        return sorted(found) == list(wanted)
-
-    await eventually(check)
+    await eventually(
+        autoscaler.replicas,
+        lambda found: sorted([State.Name(one.state).removeprefix("STATE_") for one in found]) == list(wanted),
+    )
 
 
 async def test_a_lost_adapter_makes_its_replicas_unknown_and_nothing_else_happens(

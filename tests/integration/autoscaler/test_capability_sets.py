@@ -53,14 +53,13 @@ async def report(one: Autoscaler, *tasks: tuple[Mapping[str, int], int]) -> None
 
 async def settled(one: Autoscaler, **ready: int) -> None:
     """Wait until so many groups of each set are aimed at and work."""
-
-    async def check() -> bool:
-        sets = (await one.status()).capability_sets
-        return {each.id: (each.desired_replicas, each.ready_replicas) for each in sets} == {
-            name: (count, count) for name, count in ready.items()
-        }
-
-    await eventually(check)
+    await eventually(
+        one.status,
+        lambda found: (
+            {each.id: (each.desired_replicas, each.ready_replicas) for each in found.capability_sets}
+            == {name: (count, count) for name, count in ready.items()}
+        ),
+    )
 
 
 def gpu(count: int) -> tuple[Mapping[str, int], int]:
@@ -226,14 +225,12 @@ async def test_sets_and_what_was_reported_outlive_a_restart_and_a_set_that_is_go
 
 async def _decided(autoscaler: Autoscaler, code: str) -> api.Decision:
     """The newest decision, once it has a step of this code."""
-
-    async def check() -> api.Decision | None:
-        found = (await autoscaler.history())[:1]
-        return next(
-            (one for one in found if any(enum_word(step, "code") == code for step in one.steps)), None
-        )
-
-    found = await eventually(check)
+    found = await eventually(
+        autoscaler.history,
+        lambda found: next(
+            (one for one in found[:1] if any(enum_word(step, "code") == code for step in one.steps)), None
+        ),
+    )
     assert found is not None
     return found
 

@@ -107,11 +107,7 @@ async def test_a_reserved_pool_first_an_engine_above_it_drained_in_reverse(
         await settled(autoscaler, own=3)  # what became free there is used before the cloud
         await autoscaler.set_replicas(1)
         await settled(autoscaler, own=1)
-
-        async def given_back() -> bool:
-            return len(allocator.held) == 1
-
-        await eventually(given_back)
+        await eventually(lambda: len(allocator.held) == 1)
 
 
 async def test_without_a_tier_an_engine_takes_what_no_node_has_gpus_for(

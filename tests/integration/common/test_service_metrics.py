@@ -133,12 +133,10 @@ async def test_the_allocator_shows_leases_who_waits_and_why_it_refused(tmp_path:
         with pytest.raises(errors.ResourceExhaustedError):
             await client.reserve(1)
         waiting = asyncio.ensure_future(client.reserve(1, wait={"seconds": 30}))
-
-        async def waits() -> bool:
-            lengths = named(await scrape(), "gpuscale_allocator_queue_length")
-            return [one.value for one in lengths] == [1]
-
-        await eventually(waits)
+        await eventually(
+            scrape,
+            lambda found: [one.value for one in named(found, "gpuscale_allocator_queue_length")] == [1],
+        )
         page = await scrape()
         waiting.cancel()
     assert promtool("check", "metrics", stdin=page) == (0, "")

@@ -176,11 +176,7 @@ async def _programs_keep_it_too(
 
 async def _agree(person: Person, provider: OidcProvider, typed: tuple[str, ...]) -> None:
     login = asyncio.create_task(person.types(*typed))
-
-    async def was_asked() -> bool:
-        return login.done() or provider.asked.count("/token") > 1
-
-    await eventually(was_asked)
+    await eventually(lambda: login.done() or provider.asked.count("/token") > 1)
     provider.agreed = True
     found = await login
     assert re.search(r"open http\S+/activate in a browser, and enter WDJB-MJHT", found.err), found
