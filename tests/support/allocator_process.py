@@ -172,10 +172,7 @@ def config_file(data_dir: Path, database: SecretUrl) -> Path:
 async def site(
     data_dir: Path, *, gpus: int = 8, nodes: int = 1, database: SecretUrl | None = None
 ) -> AsyncGenerator[Site]:
-    """A site below a fleet with so many nodes of so many GPUs.
-
-    The state is in `data_dir`, or in a database.
-    """
+    """A site below a fleet with so many nodes of so many GPUs; the state is in `data_dir`, or in a database."""
     listen = f"127.0.0.1:{free_port()}"
     fleet = FakeFleet(*(node_message(f"n{index}", count=gpus) for index in range(nodes)))
     async with (

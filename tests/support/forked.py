@@ -59,11 +59,7 @@ class Forked:
         return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end; its exit code.
-
-        Raises:
-            subprocess.TimeoutExpired: it still runs.
-        """
+        """Wait for its end; its exit code. Raises subprocess.TimeoutExpired: it still runs."""
         self._process.join(timeout)
         code = self.poll()
         if code is None:

@@ -51,8 +51,7 @@ class GuardedProcess:
     def end(self, number: signal.Signals, timeout: float) -> None:
         """End the leader with a signal (the whole group at once with SIGKILL) and wait until nobody is left.
 
-        Raises:
-            subprocess.TimeoutExpired: the leader still runs.
+        Raises subprocess.TimeoutExpired: the leader still runs.
         """
         helpers = psutil.Process(self._popen.pid).children(recursive=True) if self.running else []
         if number == signal.SIGKILL:

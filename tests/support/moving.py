@@ -29,12 +29,7 @@ LONG = 90.0
 
 
 class Journey:
-    """The endpoint of examples/anywhere.yaml on its way.
-
-    Attributes:
-        address: of everything.
-        fewest: least number of replicas that were READY at a time since the first one was.
-    """
+    """The endpoint of examples/anywhere.yaml on its way; `fewest`: least replicas that were READY at a time since the first one was."""
 
     def __init__(self, address: str, channel: grpc.aio.Channel, folder: Path) -> None:
         self.address = address

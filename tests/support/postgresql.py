@@ -42,11 +42,7 @@ def why_unavailable() -> str | None:
 
 
 class PostgresServer(PrivateServer):
-    """One server; use it as a context manager. All methods block.
-
-    Args:
-        durable: wait for the disk, as a server that keeps something must; tests that kill no server need not.
-    """
+    """One server; use it as a context manager. All methods block. `durable`: it waits for the disk, which only a test that kills it needs."""
 
     def __init__(self, *, durable: bool = False) -> None:
         self.port = free_port()

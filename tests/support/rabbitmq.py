@@ -89,8 +89,7 @@ class RabbitBroker(PrivateServer):
     def start(self) -> None:
         """Start the broker and wait until it answers AMQP and HTTP; on the data of the run before, if there was one.
 
-        Raises:
-            RuntimeError: it cannot run here, or it ended or stayed silent; the text holds the end of its output.
+        Raises RuntimeError: it cannot run here, or it ended or stayed silent; the text holds the end of its output.
         """
         script = server_script()
         if script is None:

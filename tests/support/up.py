@@ -119,10 +119,7 @@ class Up:
 
 
 class Typed:
-    """`gpuscalectl` (or another module) with these words, forked; what it writes is read as it comes.
-
-    Attributes: `stdout`, `stderr`.
-    """
+    """`gpuscalectl` (or another module) with these words, forked; `stdout` and `stderr` are read as they come."""
 
     def __init__(
         self, *words: str, environment: Mapping[str, str] | None = None, module: str = "tests.support.up"

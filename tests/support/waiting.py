@@ -41,8 +41,7 @@ async def eventually(
     `timeout` and `interval` are seconds of the running loop's clock, so the helper also works on virtual time.
     An async check that is still running at the deadline is cancelled.
 
-    Raises:
-        AssertionError: the deadline passed; the text holds the last value or exception.
+    Raises AssertionError: the deadline passed; the text holds the last value or exception.
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout

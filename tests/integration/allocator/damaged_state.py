@@ -35,11 +35,7 @@ class Known:
 
 
 async def known(data_dir: Path) -> Known:
-    """What the allocator makes of a state, once every lease in it has been renewed.
-
-    Raises:
-        GpuscaleError: it refuses it.
-    """
+    """What the allocator makes of a state, once every lease in it has been renewed. Raises GpuscaleError: it refuses it."""
     async with open_store(data_dir / DATABASE, BOOT) as store:
         live = [one for one, _ in (await store.load()).reservations if one.live]
         await store.save([], [replace(one, deadline=RENEWED) for one in live])

@@ -20,10 +20,7 @@ from tests.support.waiting import eventually
 
 @asynccontextmanager
 async def serving_callers(folder: Path, *names: str) -> AsyncGenerator[list[AsyncClient]]:
-    """Clients of an allocator with eight GPUs: `oli` has a token and no more, `ml` may use two tenants, `scaler` all.
-
-    `ada` is admin.
-    """
+    """Clients of an allocator with eight GPUs: `oli` has a token and no more, `ml` may use two tenants, `scaler` all; `ada` is admin."""
     tokens = write_tokens(folder / "tokens.toml", oli="operator", ada="admin", ml="operator")
     tokens.write_text(tokens.read_text() + 'tenants = ["ml", "vision"]\nmax_priority = 10\n')
     write_tokens(folder / "more.toml", scaler="operator")

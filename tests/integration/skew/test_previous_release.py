@@ -66,10 +66,7 @@ def environment(source: Path, config: Path) -> Mapping[str, str]:
 
 
 class Site:
-    """Programs on one host, each of one of the two sources; what they keep on disk stays from life to life.
-
-    Attributes: `clients`, those that run, by their source.
-    """
+    """Programs on one host, each of one of the two sources (`clients`); what they keep on disk stays from life to life."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

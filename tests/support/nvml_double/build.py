@@ -37,8 +37,7 @@ def why_unavailable() -> str | None:
 def library_folder() -> Path:
     """A folder that holds nothing but the built library; gone when this process is gone.
 
-    Raises:
-        RuntimeError: it cannot be built; the text holds the compiler's.
+    Raises RuntimeError: it cannot be built; the text holds the compiler's.
     """
     command = compiler()
     if command is None:
@@ -61,8 +60,7 @@ def library_folder() -> Path:
 def preload() -> None:
     """Load the double into this process, for good: every later load of the library by name finds it.
 
-    Raises:
-        RuntimeError: the process holds the real library already, or the double cannot be built.
+    Raises RuntimeError: the process holds the real library already, or the double cannot be built.
     """
     load(library_folder())
     # By name, as everybody else will ask; only the double has this symbol.

@@ -233,8 +233,7 @@ def in_process(double: NvmlDouble) -> Generator[NvmlDouble, None, None]:
 
     The double stays loaded for as long as the process lives, so a process that wants a real driver must not use this.
 
-    Raises:
-        RuntimeError: a real driver's library is loaded already, or the double cannot be built.
+    Raises RuntimeError: a real driver's library is loaded already, or the double cannot be built.
     """
     preload()
     os.environ[_CONFIG_VARIABLE] = str(double.config_path)
