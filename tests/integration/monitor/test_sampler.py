@@ -34,6 +34,7 @@ class Readings:
     def __init__(self, takes: float = 0.0) -> None:
         self.takes = takes
         self.times: list[float] = []
+        self.late: list[float] = []
 
     async def collect(self) -> Snapshot:
         loop = asyncio.get_running_loop()
@@ -45,6 +46,7 @@ class Readings:
 @asynccontextmanager
 async def sampling(readings: Readings, period: float = 1.0) -> AsyncGenerator[Sampler, None]:
     sampler = Sampler(readings.collect, period, LoopClock())
+    sampler.late = readings.late.append
     async with TaskScope() as tasks:
         tasks.spawn("sampler", sampler.run())
         yield sampler
@@ -58,6 +60,7 @@ async def test_it_reads_once_a_period_and_keeps_the_rhythm() -> None:
     async with sampling(readings):
         await asyncio.sleep(3.5)
     assert readings.times == [0.0, 1.0, 2.0, 3.0]
+    assert readings.late == pytest.approx([0.0, 0.0, 0.0], abs=0.01)  # of the timer, not of the reading
 
 
 async def test_a_reading_longer_than_the_period_skips_ticks_and_does_not_pile_up() -> None:

@@ -38,6 +38,7 @@ class ProgramMeter:
 
     def __init__(self, service: str) -> None:
         self.lag = Histogram()
+        self.watched = True  # by `watch_loop`; False where a task that wakes up anyway observes the lag
         self.prefix = f"gpuscale_{service}"
         self._service = service
         self._collectors: list[Collector] = []

@@ -75,7 +75,10 @@ async def open_agent(
     )
     on_bus = [] if settings.source == "simulated" else await asyncio.to_thread(find_gpus)
     meter = CollectionMeter(collector.collect, clock, Bus(on_bus))
+    metrics = calls or ProgramMeter("agent")
+    metrics.watched = False  # a wake-up of its own would cost more than reading a GPU
     sampler = Sampler(meter.collect, settings.period_seconds, clock)
+    sampler.late = metrics.lag.observe
     xids = Xids()
     gpus.observers.append(xids.note)
     holders = HolderLabels(allocator, clock, settings.node).ask if settings.metrics_holders else None
@@ -89,7 +92,6 @@ async def open_agent(
         settings.style(),
         holders,
     )
-    metrics = calls or ProgramMeter("agent")
     try:
         async with (
             work.kept_in(settings.state_dir, clock.boot_id),
@@ -99,8 +101,6 @@ async def open_agent(
         ):
             stack.enter_context(metrics.showing(page.add))
             tasks.spawn("agent sampler", sampler.run())
-            if calls is None and settings.metrics_listen:  # else their server watches it
-                tasks.spawn("agent event loop", metrics.watch_loop())
             tasks.start("agent pods", pods.run())
             if fleet is not None:
                 faults = FaultLog()
