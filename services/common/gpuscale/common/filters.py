@@ -13,9 +13,12 @@ import json
 import math
 import operator
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from heapq import nsmallest
+from itertools import islice
+from operator import itemgetter
 from typing import Any, Protocol, TypeVar
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
@@ -325,21 +328,20 @@ def listed(
         beyond: Iterable[Item] = items(after)
     else:
         beyond = items[first_beyond(items, key, after, descending=descending) :]
-    found: list[tuple[tuple[SortValue, ...], M]] = []
-    for item in beyond:
-        message = encode(item)
-        place = (*order(message), SortValue(key(item), descending))
-        if not keep(message):
-            continue
-        try:
-            if ordered and not seen < place:
-                continue
-        except TypeError:
-            raise forged_token() from None
-        found.append((place, message))
-        if not ordered and len(found) > most:
-            break
-    found.sort(key=lambda one: one[0])
-    more = len(found) > most
-    token = to_token(json.dumps([[rank.value, rank.down] for rank in found[most - 1][0]])) if more else ""
+
+    def places() -> Iterator[tuple[tuple[SortValue, ...], M]]:
+        for item in beyond:
+            message = encode(item)
+            if keep(message):
+                place = (*order(message), SortValue(key(item), descending))
+                try:
+                    if ordered and not seen < place:
+                        continue
+                except TypeError:
+                    raise forged_token() from None
+                yield place, message
+
+    found = nsmallest(most + 1, places() if ordered else islice(places(), most + 1), key=itemgetter(0))
+    last_shown = found[most - 1][0] if len(found) > most else ()
+    token = to_token(json.dumps([[rank.value, rank.down] for rank in last_shown])) if last_shown else ""
     return [message for _, message in found[:most]], token
