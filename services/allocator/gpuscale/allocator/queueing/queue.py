@@ -17,7 +17,7 @@ for it.
 import heapq
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from operator import attrgetter
@@ -44,38 +44,6 @@ MOST_NAMED = 3
 """Most reservations that a message names."""
 SETTLE = 5.0
 """Seconds for which GPUs that a victim left may still read as busy as with it."""
-
-
-def forecast(
-    line: Iterable[model.Waiter],
-    promises: Iterable[backfill.Promise],
-    world: model.QueueWorld,
-    now: float,
-    admits: Callable[[model.Waiter], bool],
-) -> Iterator[tuple[model.Waiter, model.Foreseen | None] | None]:
-    """The first requests in turn, each with its time; None if unknown, or its quota does not admit it.
-
-    Steps before the first yield None. Leases may come and go between two items: those at the beginning count.
-    """
-    leases = yield from world.likely_first(MOST_LOOKED_AT, MOST_LEASES, now)
-    taken = {promise.waiter: promise for promise in promises}
-    needed: dict[tuple[Ask, Sequence[str]], int] = {}
-    after = now
-    for waiter in islice(line, MOST_FORESEEN):
-        told, found = taken.pop(waiter, None), None
-        if told is not None and told.victims:
-            found = told, model.Foreseen(told.start)
-        elif not waiter.order.booking and admits(waiter):
-            if told is not None:  # what was kept from the earlier ones is not kept from this one
-                needed.clear()
-            found = _soonest(waiter, taken.values(), leases, after, needed, world, now)
-            if found is None and taken:
-                after = max(one.start + world.lasts(one.waiter.order) for one in taken.values())
-                taken, needed = {}, {}
-                found = _soonest(waiter, (), leases, after, needed, world, now)
-        if found is not None:
-            taken[waiter] = found[0]
-        yield waiter, None if found is None else found[1]
 
 
 def _soonest(
@@ -398,15 +366,30 @@ class Queue:
             yield model.Looked(moved[-1], moved)
 
     def foresee(self, now: float) -> Iterator[tuple[model.Waiter, model.Foreseen | None] | None]:
-        """When the first waiters will be served, if known, as `forecast`. Other work may run between two items."""
-        line = in_turn(list(self._waiters.values()), self._promises.copy(), self._world)
-        return forecast(
-            line,
-            list(self._promises.values()),
-            self._world,
-            now,
-            lambda one: over_quota(self._world, one.order) is None,
-        )
+        """The first requests in turn, each with its time; None if unknown, or its quota does not admit it. Nothing changes.
+
+        Steps before the first yield None. Other work may run between two; the leases at the beginning count.
+        """
+        world, taken = self._world, {promise.waiter: promise for promise in self._promises.values()}
+        line = in_turn(list(self._waiters.values()), self._promises.copy(), world)
+        leases = yield from world.likely_first(MOST_LOOKED_AT, MOST_LEASES, now)
+        needed: dict[tuple[Ask, Sequence[str]], int] = {}
+        after = now
+        for waiter in islice(line, MOST_FORESEEN):
+            told, found = taken.pop(waiter, None), None
+            if told is not None and told.victims:
+                found = told, model.Foreseen(told.start)
+            elif not waiter.order.booking and over_quota(world, waiter.order) is None:
+                if told is not None:  # what was kept from the earlier ones is not kept from this one
+                    needed.clear()
+                found = _soonest(waiter, taken.values(), leases, after, needed, world, now)
+                if found is None and taken:
+                    after = max(one.start + world.lasts(one.waiter.order) for one in taken.values())
+                    taken, needed = {}, {}
+                    found = _soonest(waiter, (), leases, after, needed, world, now)
+            if found is not None:
+                taken[waiter] = found[0]
+            yield waiter, None if found is None else found[1]
 
     def _find(self, waiter: model.Waiter, changed: Changed, now: float) -> Pick | model.QueueObstacle:
         if obstacle := over_quota(self._world, waiter.order):
