@@ -1,5 +1,6 @@
 """The language of `filter` and `order_by`, on reservations and quotas."""
 
+import asyncio
 import json
 from datetime import UTC, datetime
 
@@ -7,7 +8,7 @@ import pytest
 
 from gpuscale.api.allocator import v1 as api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
-from gpuscale.common import wire
+from gpuscale.common import filters, wire
 from gpuscale.common.errors import InvalidArgumentError
 from gpuscale.common.filters import compile_filter, compile_order, listed
 
@@ -173,6 +174,28 @@ def test_a_page_costs_what_is_on_it_and_not_what_comes_before() -> None:
         costs.append(len(looked_at))
     assert costs[1] - costs[0] <= 7, "a hundred times as many: seven halves more"
     assert costs[0] <= 11 + 7
+
+
+async def test_other_tasks_run_while_a_list_is_sorted() -> None:
+    turns = list[int]()
+
+    async def beside() -> None:
+        while True:
+            turns.append(1)
+            await asyncio.sleep(0)
+
+    task = asyncio.create_task(beside())
+    request = api.ListQuotasRequest(page_size=2, order_by="tenant desc")
+    found, _ = await filters.listed_in_turns(
+        [f"{number:04}" for number in range(1000)],
+        request,
+        api.Quota,
+        key=str,
+        encode=lambda one: api.Quota(tenant=one),
+    )
+    task.cancel()
+    assert [one.tenant for one in found] == ["0999", "0998"]
+    assert len(turns) == 1000 // filters.AT_ONCE
 
 
 @pytest.mark.parametrize("last", ["x", "7", "[7]", "[[7, false]]", "[[null, 1], 2]"])

@@ -6,20 +6,19 @@ A restriction is a field, an operator and a value. Operators are `=`, `!=`, `<`,
 item in a list, a key in a map, a substring of a text; `field:*` tests presence. A leading or trailing `*` in a text is a
 wildcard. As in AIP-160, OR binds tighter than AND. An absent field matches no comparison; `!=` is NOT `=`.
 
-`listed` applies both to a List method.
+`listed` and `listed_in_turns` apply both to a List method.
 """
 
 import json
 import math
 import operator
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from heapq import nsmallest
-from itertools import islice
 from operator import itemgetter
-from typing import Any, Protocol, TypeVar
+from types import coroutine
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.duration_pb2 import Duration
@@ -294,11 +293,15 @@ class ListRequest(Protocol):
     order_by: str
 
 
+AT_ONCE = 128
+"""Items of a list that `listed_in_turns` reads before other tasks may run."""
 Item = TypeVar("Item")
+P = ParamSpec("P")
+T = TypeVar("T")
 M = TypeVar("M", bound=Message)
 
 
-def listed(
+def _listing(
     items: Sequence[Item] | Callable[[str], Iterable[Item]],
     request: ListRequest,
     of: type[M],
@@ -306,7 +309,7 @@ def listed(
     key: Callable[[Item], str],
     encode: Callable[[Item], M],
     descending: bool = False,
-) -> tuple[list[M], str]:
+) -> Generator[None, None, tuple[list[M], str]]:
     """One page of a List method, and the token of the next; reads and encodes no more items than needed.
 
     Items are sorted by `key`, whose values are unique, descending if `descending`. `items` may be a function that returns
@@ -328,20 +331,43 @@ def listed(
         beyond: Iterable[Item] = items(after)
     else:
         beyond = items[first_beyond(items, key, after, descending=descending) :]
-
-    def places() -> Iterator[tuple[tuple[SortValue, ...], M]]:
-        for item in beyond:
-            message = encode(item)
-            if keep(message):
-                place = (*order(message), SortValue(key(item), descending))
-                try:
-                    if ordered and not seen < place:
-                        continue
-                except TypeError:
-                    raise forged_token() from None
-                yield place, message
-
-    found = nsmallest(most + 1, places() if ordered else islice(places(), most + 1), key=itemgetter(0))
+    found: list[tuple[tuple[SortValue, ...], M]] = []
+    end: tuple[SortValue, ...] | None = None  # no page goes so far
+    for nth, item in enumerate(beyond, 1):
+        message = encode(item)
+        if keep(message):
+            place = (*order(message), SortValue(key(item), descending))
+            try:
+                if not ordered or (seen < place and (end is None or place < end)):
+                    found.append((place, message))
+            except TypeError:
+                raise forged_token() from None
+        if not ordered and len(found) > most:
+            break
+        if len(found) > 2 * most:
+            found.sort(key=itemgetter(0))
+            del found[most + 1 :]
+            end = found[most][0]
+        if nth % AT_ONCE == 0:
+            yield
+    found.sort(key=itemgetter(0))
     last_shown = found[most - 1][0] if len(found) > most else ()
     token = to_token(json.dumps([[rank.value, rank.down] for rank in last_shown])) if last_shown else ""
     return [message for _, message in found[:most]], token
+
+
+def _at_once(steps: Callable[P, Generator[None, None, T]]) -> Callable[P, T]:
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        going = steps(*args, **kwargs)
+        while True:
+            try:
+                next(going)
+            except StopIteration as done:
+                result: T = done.value
+                return result
+
+    return run
+
+
+listed = _at_once(_listing)
+listed_in_turns = coroutine(_listing)

@@ -22,7 +22,7 @@ from gpuscale.allocator.usecases.restarting import Restarting
 from gpuscale.api.allocator import v1 as api
 from gpuscale.common import names, wire
 from gpuscale.common.errors import InvalidArgumentError, PermissionDeniedError
-from gpuscale.common.filters import compile_filter, listed
+from gpuscale.common.filters import compile_filter, listed_in_turns
 from gpuscale.common.rpc.feed import FeedView, ResourceFeed
 from gpuscale.common.rpc.status import PROBLEM_KEY
 from gpuscale.common.rpc.validation import contradictions, validate
@@ -199,7 +199,7 @@ class AllocatorServicer(api.AllocatorServiceServicer):
         if request.order_by:
             all_of_them = await every(list_page)
             await self.reserving.waiting.foresee(one for one in all_of_them if one.waiting)
-            reservations, token = listed(
+            reservations, token = await listed_in_turns(
                 all_of_them,
                 request,
                 api.Reservation,

@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 
 from gpuscale.api.monitor import v1 as api
 from gpuscale.common import errors
-from gpuscale.common.filters import compile_filter, listed
+from gpuscale.common.filters import compile_filter, listed, listed_in_turns
 from gpuscale.common.names import NODE, node_name, parse
 from gpuscale.common.rpc.feed import FeedView
 from gpuscale.common.rpc.status import PROBLEM_KEY
@@ -130,16 +130,13 @@ class FleetServicer(api.FleetServiceServicer, monitor_internal.TelemetryServiceS
             nodes = [
                 record for record in nodes if record.picture is not None and record.picture.boot_id == boot_id
             ]
-        now, made = self._clock.now(), dict[str, api.Node]()
-        for record in nodes if request.filter or request.order_by else ():
-            made[record.node] = to_node(record, now)
-            await asyncio.sleep(0)  # let other tasks run: there may be thousands of nodes
-        found, token = listed(
+        now = self._clock.now()
+        found, token = await listed_in_turns(
             nodes,
             request,
             api.Node,
             key=lambda record: record.node,
-            encode=lambda record: made.get(record.node) or to_node(record, now),
+            encode=lambda record: to_node(record, now),
         )
         return api.ListNodesResponse(nodes=found, next_page_token=token)
 
