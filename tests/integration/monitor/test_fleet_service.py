@@ -125,8 +125,8 @@ async def test_nodes_are_filtered_and_sorted_over_their_pages(fleet: RunningFlee
 
 async def test_processes_of_all_nodes_are_listed_by_page_and_filter(fleet: RunningFleet) -> None:
     """Those of a node that is gone are not: nobody knows whether they still run."""
-    async with streaming(fleet, "a") as one, streaming(fleet, "b") as other:
-        for call, node, user in ((one, "a", "ann"), (other, "b", "bob")):
+    async with streaming(fleet, "a") as one, streaming(fleet, "a-1") as other:
+        for call, node, user in ((one, "a", "ann"), (other, "a-1", "bob")):
             busy = gpu(f"GPU-{node}")
             busy.reading.processes.extend(types_api.GpuProcess(pid=pid, user=user) for pid in (20, 3))
             await call.write(telemetry(snapshot(node, gpus=(busy,))))
@@ -143,10 +143,10 @@ async def test_processes_of_all_nodes_are_listed_by_page_and_filter(fleet: Runni
                     return [(entry.process.user, entry.process.pid) for entry in found]
 
         assert await shown() == [("ann", 3), ("ann", 20), ("bob", 3), ("bob", 20)]
-        assert await shown(parent="nodes/b") == [("bob", 3), ("bob", 20)]
-        assert await shown(filter="process.pid = 20", order_by="gpu desc") == [("bob", 20), ("ann", 20)]
+        assert await shown(parent="nodes/a-1") == [("bob", 3), ("bob", 20)]
+        assert await shown(filter="process.pid = 20", order_by="gpu") == [("bob", 20), ("ann", 20)]
         await other.done_writing()
-        await fleet.until("b", OFFLINE)
+        await fleet.until("a-1", OFFLINE)
         assert await shown() == [("ann", 3), ("ann", 20)]
 
 

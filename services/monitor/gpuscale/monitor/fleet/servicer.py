@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from functools import partial
 from random import SystemRandom
 from typing import Any
@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 
 from gpuscale.api.monitor import v1 as api
 from gpuscale.common import errors
-from gpuscale.common.filters import compile_filter, listed, listed_in_turns
+from gpuscale.common.filters import compile_filter, listed_in_turns
 from gpuscale.common.names import NODE, node_name, parse
 from gpuscale.common.rpc.feed import FeedView
 from gpuscale.common.rpc.status import PROBLEM_KEY
@@ -150,23 +150,28 @@ class FleetServicer(api.FleetServiceServicer, monitor_internal.TelemetryServiceS
         records, now = self._nodes.all(), self._clock.now()
         if request.parent:
             records = [self._nodes.get(parse(NODE, request.parent)["node"])]
-        there: list[api.NodeProcess] = []
-        for record in records:
-            if record.snapshot is None or record.state(now) is not NodeState.ONLINE:
-                continue
-            for gpu in record.snapshot.gpus:
-                there += (
+
+        def beyond(last: str) -> Iterator[api.NodeProcess]:
+            for record in records:
+                if f"{node_name(record.node)}!" < last:  # it sorts after all of the node
+                    continue
+                if record.snapshot is None or record.state(now) is not NodeState.ONLINE:
+                    continue
+                there = (
                     api.NodeProcess(
                         name=f"{gpu.name}/processes/{process.pid}",
                         gpu=gpu.name,
                         gpu_index=gpu.index,
                         process=process,
                     )
+                    for gpu in record.snapshot.gpus
                     for process in gpu.reading.processes
                 )
-            await asyncio.sleep(0)  # as for nodes
-        there.sort(key=_process_key)
-        found, token = listed(there, request, api.NodeProcess, key=_process_key, encode=lambda one: one)
+                yield from (one for one in sorted(there, key=_process_key) if _process_key(one) > last)
+
+        found, token = await listed_in_turns(
+            beyond, request, api.NodeProcess, key=_process_key, encode=lambda one: one
+        )
         return api.ListProcessesResponse(processes=found, next_page_token=token)
 
     async def WatchNodes(self, request: api.WatchNodesRequest, context: Context) -> AsyncGenerator[Any]:
