@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from operator import itemgetter
 from types import coroutine
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.duration_pb2 import Duration
@@ -359,12 +359,11 @@ def _listing(
 def _at_once(steps: Callable[P, Generator[None, None, T]]) -> Callable[P, T]:
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
         going = steps(*args, **kwargs)
-        while True:
-            try:
+        try:
+            while True:
                 next(going)
-            except StopIteration as done:
-                result: T = done.value
-                return result
+        except StopIteration as done:
+            return cast("T", done.value)
 
     return run
 

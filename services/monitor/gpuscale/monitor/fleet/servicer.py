@@ -153,9 +153,8 @@ class FleetServicer(api.FleetServiceServicer, monitor_internal.TelemetryServiceS
 
         def beyond(last: str) -> Iterator[api.NodeProcess]:
             for record in records:
-                if f"{node_name(record.node)}!" < last:  # it sorts after all of the node
-                    continue
-                if record.snapshot is None or record.state(now) is not NodeState.ONLINE:
+                past = f"{node_name(record.node)}!" < last  # which sorts after all of the node
+                if past or record.snapshot is None or record.state(now) is not NodeState.ONLINE:
                     continue
                 there = (
                     api.NodeProcess(
