@@ -22,7 +22,7 @@ SOURCES = {
     "Of an agent": "monitor/exposition/agent.py",
     "Of the fleet": "monitor/exposition/fleet.py",
     "Of every service, by its name": "common/rpc/meter.py",
-    "Of the databases of allocator and autoscaler": "common/store/store.py",
+    "Of the databases of allocator, autoscaler and fleet": "common/store/store.py",
     "Of the allocator": "allocator/app.py",
     "Of the autoscaler": "autoscaler/app.py",
     "Of every adapter": "autoscaler/adapters/main.py",

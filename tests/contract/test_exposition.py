@@ -278,13 +278,13 @@ def test_every_query_of_a_board_is_valid(board: Path, tmp_path: Path) -> None:
 
 
 async def services_show(folder: Path) -> set[str]:
-    """The series of every service that is no agent and no fleet."""
+    """The series that services share."""
     tokens = write_tokens(folder / "tokens.toml", alice="viewer")
     tokens.write_text(f"{tokens.read_text()}expires = 2100-01-01T00:00:00Z\n")
     authenticator = Authenticator(tokens_file=tokens)
     authenticator.recognise(Caller(loopback=True, secure=False, authorization=[f"Bearer {token('alice')}"]))
     found: set[str] = set()
-    for service in ("allocator", "autoscaler", "gateway"):
+    for service in ("allocator", "autoscaler", "fleet", "gateway"):
         meter = CallMeter(service, authenticator)
         meter.ended["/M", "OK"] = meter.failed["/M", "NO_CAPACITY"] = 1
         meter.seconds["/M"].observe(1.0)

@@ -254,8 +254,10 @@ async def test_a_disk_that_fails_ends_nothing_and_is_tried_again(
             await fleet.saver.try_to_save()
             with pytest.raises(UnavailableError):
                 await fleet.saver.save_recording("r1")
-        await add_history(fleet.history, fleet.saver, page := MetricsPage())
-        assert value(b"".join(page.chunks()).decode(), "gpuscale_fleet_saves_failed_total") == 2
+        await add_history(fleet.history, fleet.saver, tmp_path, page := MetricsPage())
+        text = b"".join(page.chunks()).decode()
+        assert value(text, "gpuscale_fleet_saves_failed_total") == 2
+        assert value(text, "gpuscale_fleet_store_free_bytes") > 0
         await fleet.saver.try_to_save()
         fleet.pass_time(600)
     told = [

@@ -110,7 +110,8 @@ async def open_fleet(
             observing.resume()
             keep = saver.save_recording
         stack.enter_context(metrics.showing(page.add))
-        stack.enter_context(metrics.showing(partial(add_history, observing.history, saver)))
+        history = partial(add_history, observing.history, saver, settings.data_dir)
+        stack.enter_context(metrics.showing(history))
         await stack.enter_async_context(settings.open_metrics(metrics.render))
         tasks = await stack.enter_async_context(TaskScope())
 

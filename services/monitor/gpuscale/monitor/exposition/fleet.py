@@ -4,9 +4,11 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 from gpuscale.common.runtime.metrics_text import MetricsPage, labels
 from gpuscale.common.runtime.tasks import Clock
+from gpuscale.common.store.store import add_store
 from gpuscale.monitor.exposition.snapshots import NOBODY, Held, add_snapshot, with_pods
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.health.checks import Event
@@ -14,6 +16,7 @@ from gpuscale.monitor.history.history import History
 from gpuscale.monitor.model.nodes import NodeState
 from gpuscale.monitor.model.prometheus import Style, counter, gauge
 from gpuscale.monitor.state.saver import Saver
+from gpuscale.monitor.state.store import DATABASE
 
 NODES = gauge("gpuscale_fleet_nodes", "Nodes, by state.")
 NODE_STATE = gauge("gpuscale_node_state", "1 for the current state of a node; other states have no series.")
@@ -34,8 +37,10 @@ HISTORY_LEFT_OUT = counter(
 HEALTH = gauge("gpuscale_health_event", "1 for each unresolved health event.")
 
 
-async def add_history(history: History, saver: Saver | None, page: MetricsPage) -> None:
-    """Add failed writes and samples left out of history."""
+async def add_history(history: History, saver: Saver | None, state: Path | None, page: MetricsPage) -> None:
+    """Add failed writes, the database and its disk, and samples left out of history."""
+    if state is not None:
+        add_store(page, "gpuscale_fleet", state / DATABASE)
     page.add(SAVES_FAILED, "", 0 if saver is None else saver.failed)
     page.add(HISTORY_LEFT_OUT, "", history.left_out)
 
