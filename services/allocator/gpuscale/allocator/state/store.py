@@ -353,15 +353,14 @@ def to_row(reservation: model.Reservation, boot_id: str, number: int) -> dict[st
 
 def to_lasting(reservation: model.Reservation) -> dict[str, object]:
     """The columns that only change if a GPU is lost: `integrity.LASTING`."""
+    made_by = f"{MADE_BY}{reservation.made_by}" if reservation.made_by else ""
     return {
         "id": reservation.id,
         "fence": reservation.fence,
         "request_id": reservation.request_id,
         "fingerprint": reservation.fingerprint,
         "holder": reservation.holder,
-        "owner": f"{reservation.owner}{MADE_BY}{reservation.made_by}"
-        if reservation.made_by
-        else reservation.owner,
+        "owner": f"{reservation.owner}{made_by}",
         # The same spelling in every version: a row that lost a GPU gets a new sum without rewriting these.
         "labels": json.dumps(dict(reservation.labels)) if reservation.labels else "{}",
         "policy": str(reservation.policy),

@@ -12,7 +12,7 @@ import ssl
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TypeAlias
 from urllib.parse import urlsplit
 
 from gpuscale.allocator.domain import notifications
@@ -40,6 +40,7 @@ DOWN_AFTER = 60.0
 _SILENT = f"down: nothing was heard of it for {DOWN_AFTER:g} s"
 LOOK = 5.0
 _log = get_logger(__name__)
+_Dues: TypeAlias = list[tuple[float, int]]
 
 
 @dataclass(eq=False)
@@ -51,9 +52,7 @@ class Notifying:
     clock: Clock
     allowed: notifications.Networks
     _letters: dict[int, Letter] = field(default_factory=dict[int, Letter], init=False)
-    _due: dict[str, list[tuple[float, int]]] = field(
-        default_factory=dict[str, list[tuple[float, int]]], init=False
-    )
+    _due: dict[str, _Dues] = field(default_factory=dict[str, _Dues], init=False)
     _number: int = field(default=0, init=False)
     _dropped: int = field(default=0, init=False)
     _wake: asyncio.Event = field(default_factory=asyncio.Event, init=False)

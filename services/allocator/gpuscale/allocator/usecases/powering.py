@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, takewhile
-from typing import NoReturn
+from typing import NoReturn, TypeAlias
 
 from gpuscale.allocator.domain.model import POWER_LABEL, Node, NodeState
 from gpuscale.allocator.domain.power import Governor, PowerBudget, PoweredGpu, PowerLook
@@ -32,6 +32,9 @@ HEARD = 15.0
 SLICE = 64
 """Nodes that are looked at before other calls come."""
 _log = get_logger(__name__)
+_Told: TypeAlias = tuple[float, Mapping[str, api.GpuPower]]
+_Caps: TypeAlias = Mapping[str, float]
+_Numbered: TypeAlias = tuple[int, PowerChange]
 
 
 @dataclass(eq=False)
@@ -44,15 +47,9 @@ class Powering:
     placer: Placer
     room: Changes
     _governor: Governor = field(default_factory=Governor, init=False)
-    _told: dict[str, tuple[float, Mapping[str, api.GpuPower]]] = field(
-        default_factory=dict[str, tuple[float, Mapping[str, api.GpuPower]]], init=False
-    )
-    _handed: dict[str, Mapping[str, float]] = field(
-        default_factory=dict[str, Mapping[str, float]], init=False
-    )
-    _changes: deque[tuple[int, PowerChange]] = field(
-        default_factory=lambda: deque[tuple[int, PowerChange]](maxlen=ACTS_KEPT), init=False
-    )
+    _told: dict[str, _Told] = field(default_factory=dict[str, _Told], init=False)
+    _handed: dict[str, _Caps] = field(default_factory=dict[str, _Caps], init=False)
+    _changes: deque[_Numbered] = field(default_factory=lambda: deque[_Numbered](maxlen=ACTS_KEPT), init=False)
     _written: int = field(default=0, init=False)
     """The number of the last change on disk."""
     _problems: dict[str, str] = field(default_factory=dict[str, str], init=False)
@@ -77,11 +74,11 @@ class Powering:
                     await self.store.save_power_changes(new)
                     self._written = new[-1][0]
 
-    def changes(self) -> list[tuple[int, PowerChange]]:
+    def changes(self) -> list[_Numbered]:
         """Changes of caps, newest first, each with its number."""
         return list(reversed(self._changes))
 
-    def take(self, node: str, told: Mapping[str, api.GpuPower]) -> Mapping[str, float]:
+    def take(self, node: str, told: Mapping[str, api.GpuPower]) -> _Caps:
         """Take an agent's report on a node; returns the caps to set. Raises NotFoundError for an unknown node."""
         NotFoundError.unless(self.records.view.get(node), node_name(node))
         self._told[node] = self._now(), told
@@ -171,6 +168,7 @@ class Powering:
                     PoweredGpu(gpu.uuid, node.id, high=high, watts=watts, held=held, priority=priority)
                 )
                 continue
+            cap = max(said.cap_watts, handed.get(gpu.uuid, 0.0)) if said.HasField("cap_watts") else None
             found.append(
                 PoweredGpu(
                     gpu.uuid,
@@ -179,9 +177,7 @@ class Powering:
                     low=said.lowest_watts,
                     high=limit,
                     watts=watts,
-                    cap=max(said.cap_watts, handed.get(gpu.uuid, 0.0))
-                    if said.HasField("cap_watts")
-                    else None,
+                    cap=cap,
                     held=held,
                     priority=priority,
                     wish=max(map(float, wishes)) if all(wishes) and wishes else None,

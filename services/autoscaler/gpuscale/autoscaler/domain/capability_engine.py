@@ -196,11 +196,8 @@ def _starts(kind: RatioRule, pools: Sequence[Pool], capacity: _Capacity) -> tupl
         if workers and tasks / workers <= kind.up_above:
             continue
         said = f"{counted(tasks, 'task that needs', 'tasks that need')} {in_words(one.capabilities)}"
-        said += (
-            f" for {counted(workers, 'worker')}, more than {kind.up_above:g} each"
-            if workers
-            else " and no worker"
-        )
+        shared = f" for {counted(workers, 'worker')}, more than {kind.up_above:g} each"
+        said += shared if workers else " and no worker"
         if (chosen := _fitting(pools, one.capabilities)) is not None:
             starts.setdefault(chosen.set.id, f"{said}: +1 {chosen.set.id}")
             continue

@@ -516,11 +516,8 @@ class LeaseKeeper:
             _log.warning("cannot read which leases to renew", error=error.message)
             return None
         try:
-            changed = (
-                await self._store.write(note, frees=True)
-                if any(self._noted(one) is not one for one in live)
-                else []
-            )
+            news = any(self._noted(one) is not one for one in live)
+            changed = await self._store.write(note, frees=True) if news else []
         except errors.GpuscaleError as error:
             _log.warning("cannot record planned revocations", error=error.message)
             asyncio.get_running_loop().call_later(RETRY_RENEWAL, self._renew.set)

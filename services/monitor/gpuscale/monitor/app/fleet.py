@@ -100,18 +100,15 @@ async def open_fleet(
     metrics = calls or ProgramMeter("fleet")
     async with AsyncExitStack() as stack:
         keep: Keep = forget
-        saver = None
-        if settings.data_dir is not None:
+        saver, data_dir = None, settings.data_dir
+        if data_dir is not None:
             saver = await stack.enter_async_context(
-                open_saver(
-                    settings.data_dir, observing.history, observing.recordings, observing.events, clock
-                )
+                open_saver(data_dir, observing.history, observing.recordings, observing.events, clock)
             )
             observing.resume()
             keep = saver.save_recording
         stack.enter_context(metrics.showing(page.add))
-        history = partial(add_history, observing.history, saver, settings.data_dir)
-        stack.enter_context(metrics.showing(history))
+        stack.enter_context(metrics.showing(partial(add_history, observing.history, saver, data_dir)))
         await stack.enter_async_context(settings.open_metrics(metrics.render))
         tasks = await stack.enter_async_context(TaskScope())
 
@@ -125,9 +122,7 @@ async def open_fleet(
             tasks.spawn("fleet event loop", metrics.watch_loop())
         tasks.spawn("fleet health", observing.run())
         signer = settings.signer()
-        joined = join_servicer.Joined(
-            None if signer is None or settings.data_dir is None else settings.data_dir / "joined"
-        )
+        joined = join_servicer.Joined(None if signer is None or data_dir is None else data_dir / "joined")
         tokens = None if settings.tokens_file is None else TokenFile(settings.tokens_file)
         yield (
             *registrations(

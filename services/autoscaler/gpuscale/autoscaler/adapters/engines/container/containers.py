@@ -147,11 +147,8 @@ class Details(BaseModel):
     @property
     def metrics(self) -> str:
         """Its metrics URL, as seen from the engine's host; empty without metrics."""
-        own = (
-            "127.0.0.1"
-            if self.network == "host"
-            else next((one.address for one in self.networks.values() if one.address), "")
-        )
+        addresses = filter(None, (one.address for one in self.networks.values()))
+        own = "127.0.0.1" if self.network == "host" else next(addresses, "")
         port = self.labels.get(METRICS, "")
         return f"http://{own}:{port}" if own and port else ""
 
