@@ -60,6 +60,11 @@ def test_memory_is_bounded() -> None:
     assert len(known._samples) == MOST
     assert len(known._profiles) <= MOST
     assert max(map(len, known._samples.values())) == KEPT
+    steps = [float(age) for age in range(3 * KEPT)]
+    wide = learned(ann=steps[:KEPT], bob=steps[KEPT:-KEPT], zoe=steps[-KEPT:])
+    for age in steps:
+        wide.remaining(ANN, age)
+    assert 0 < max(len(places) for *_, places in wide._profiles.values()) <= KEPT
 
 
 @given(

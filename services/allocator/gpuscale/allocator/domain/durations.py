@@ -118,6 +118,8 @@ class Durations:
         if at == len(logs):
             return Span(*[age * ((1 - part) ** (-1 / TAIL) - 1) for part in (LOW, 0.5, HIGH)])
         if (ends := quantiles.get(at)) is None:
+            if len(quantiles) >= KEPT:  # of all places they take more than the samples
+                quantiles.clear()
             before, last = weights[at - 1] if at else 0.0, len(logs) - 1
             wanted = [before + part * (weights[last] - before) for part in (LOW, 0.5, HIGH)]
             ends = quantiles[at] = [lengths[min(bisect_right(weights, one), last)] for one in wanted]

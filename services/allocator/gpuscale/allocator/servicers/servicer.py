@@ -38,6 +38,7 @@ _One = TypeVar(
     api.ReleaseReservationResponse,
 )
 _Several = TypeVar("_Several", api.BatchReserveResponse, api.BatchReleaseResponse)
+_Asked: TypeAlias = tuple[str, bool, bool]
 _Told: TypeAlias = tuple[
     model.Reservation, ReservationUsage | None, Sequence[str], api.GetReservationResponse
 ]
@@ -63,9 +64,7 @@ class AllocatorServicer(api.AllocatorServiceServicer):
     leases: Leases = field(init=False)
     feed: ResourceFeed[model.Reservation] = field(init=False)
     watched: bool = field(default=False, init=False)
-    told: OrderedDict[tuple[str, bool, bool], _Told] = field(
-        default_factory=OrderedDict[tuple[str, bool, bool], _Told], init=False
-    )
+    told: OrderedDict[_Asked, _Told] = field(default_factory=OrderedDict[_Asked, _Told], init=False)
 
     def __post_init__(self) -> None:
         self.leases = self.restarting.leases

@@ -292,14 +292,13 @@ class EndpointLoop:
         """Make the pass on what is on disk, and write the result."""
         work = partial(run_pass, endpoint_id=self._id, facts=facts, tried=tried)
         goes = tried is not None and tried.endpoint.deleting
-        read = self._deps.uses.reads(self._id)
-        if gone := tried is not None and tried.gone:  # whoever sees that it is gone may delete its watchers
+        if tried is not None and tried.gone:  # whoever sees that it is gone may delete its watchers
             self._deps.uses.set(self._id, frozenset())
         try:
             return await self._deps.store.write(work, frees=goes)
         except GpuscaleError as error:
-            if gone:
-                self._deps.uses.set(self._id, read)
+            if tried is not None and tried.gone:
+                self._deps.uses.set(self._id, tried.endpoint.spec.watchers)
             elif error.reason == "DISK_FULL":
                 # Stops free space; and replicas that will lose their GPUs must not run until there is some.
                 only = replace(facts, evaluate=False, starts=False)
