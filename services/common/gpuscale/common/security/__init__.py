@@ -1,4 +1,1 @@
-"""Authentication and authorization: tokens, certificates, roles.
-
-Nothing here serves RPCs. Begin with `auth`.
-"""
+"""Authentication and authorization: tokens, certificates, roles. Nothing here serves RPCs. Begin with `auth`."""

@@ -1,4 +1,1 @@
-"""State: SQLite by default, PostgreSQL by URL, one writer, leader election.
-
-Each room brings its own schema. Begin with `store`.
-"""
+"""State: SQLite by default, PostgreSQL by URL, one writer, leader election. Each room brings its own schema. Begin with `store`."""

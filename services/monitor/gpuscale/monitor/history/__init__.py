@@ -1,4 +1,1 @@
-"""History of nodes and GPUs, in memory, with coarser steps for older samples. Pure.
-
-Begin with `history`.
-"""
+"""History of nodes and GPUs, in memory, with coarser steps for older samples. Pure. Begin with `history`."""

@@ -1,4 +1,1 @@
-"""Plain values of agent and fleet: nodes, GPUs, readings, recordings and metrics. Pure.
-
-Begin with `readings`.
-"""
+"""Plain values of agent and fleet: nodes, GPUs, readings, recordings and metrics. Pure. Begin with `readings`."""
