@@ -256,8 +256,7 @@ class Accounting:
         return self._put(accounting.Account(one, accounting.granted_since(one), accounting.first_part(one)))
 
     def _total(self, tenant: str) -> accounting.Tally:
-        found = self.totals.get(tenant)
-        return found or self.totals.setdefault(
+        return self.totals.get(tenant) or self.totals.setdefault(
             tenant if len(self.totals) < TENANTS else OTHER, accounting.Tally()
         )
 

@@ -373,14 +373,13 @@ def _asked_by(one: Reservation) -> Ask:
     if one.wanted is not None:
         return one.wanted.ask
     gpu = one.gpus[0]
-    whole = gpu.milli >= WHOLE
     return Ask(
         gpu_count=len(one.gpus),
         min_memory_bytes=(gpu.memory_bytes or 0) * 9 // 10,
         max_utilization_percent=100.0,
         policy=Policy.PACK,
         gpu_milli=gpu.milli,
-        gpu_memory_bytes=None if whole else gpu.memory_bytes,
+        gpu_memory_bytes=None if gpu.milli >= WHOLE else gpu.memory_bytes,
         models=(gpu.model,) if gpu.model else (),
         cpu_milli=one.cpu_milli,
         host_memory_bytes=one.host_memory_bytes,

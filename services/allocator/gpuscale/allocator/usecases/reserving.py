@@ -247,8 +247,7 @@ class Waiting:
             if not self._queue.due:
                 return False
             self._round = self._queue.round(self._clock.now())
-        step = next(self._round, None)
-        match step:
+        match next(self._round, None):
             case None:
                 self._round = None
             case model.Grant(waiter, pick):
