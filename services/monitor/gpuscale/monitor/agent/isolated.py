@@ -143,12 +143,7 @@ class IsolatedSource:
 
     def __init__(self) -> None:
         self._child: ChildProcess | None = None
-        self._outdated = False
-
-    @property
-    def outdated(self) -> bool:
-        """As of the newest reading."""
-        return self._outdated
+        self.outdated = False  # as of the newest reading
 
     @property
     def pid(self) -> int | None:
@@ -160,7 +155,7 @@ class IsolatedSource:
         if self._child is not None:
             raise GpuSourceError(f"process {self._child.pid} is stuck in the driver and cannot be killed")
         self._child = ChildProcess()
-        self._outdated = False
+        self.outdated = False
         found: Inventory = self._child.call("open")
         return found
 
@@ -172,7 +167,7 @@ class IsolatedSource:
         for place, value in change:
             told[place] = value
         *reading, state, ends, calls, refusals, outdated = told
-        self._outdated = self._outdated or outdated
+        self.outdated = self.outdated or outdated
         return GpuSample(state, GpuReading._make(reading), ends, calls, refusals)
 
     def probe(self, uuid: str) -> None:

@@ -150,9 +150,7 @@ class SimulatedSource:
             for index in range(count)
         )
         self._phases = {gpu.uuid: (UUID(gpu.uuid[4:]).int % 997) / 997 for gpu in self._gpus}
-        self._meters = {
-            gpu.uuid: (now(), 0.0) for gpu in self._gpus
-        }  # time of the last reading, joules until then
+        self._meters = {gpu.uuid: (now(), 0.0) for gpu in self._gpus}  # last read at, joules until then
 
     def open(self) -> readings.Inventory:
         """List the GPUs."""

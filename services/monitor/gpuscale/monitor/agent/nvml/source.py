@@ -88,13 +88,8 @@ class NvmlSource:
         self._devices: dict[str, NvmlDevice] = {}
         self._events: EventSet | None = None
         self._initialised = False
-        self._outdated = False
+        self.outdated = False  # whether MIG modes or instances have changed since `open`
         self._parts_until: dict[str, float] = {}
-
-    @property
-    def outdated(self) -> bool:
-        """Whether MIG modes or instances have changed since `open`."""
-        return self._outdated
 
     def open(self) -> Inventory:
         """Start NVML and list its GPUs; `problem` names those that cannot be identified."""
@@ -107,7 +102,7 @@ class NvmlSource:
             devices, missing = find_devices(self._sys)
         except pynvml.NVMLError as error:
             raise source_error(error) from error
-        self._outdated = False
+        self.outdated = False
         self._devices = devices
         with suppress(pynvml.NVMLError):
             self._events = EventSet(self._devices.values())
@@ -144,9 +139,8 @@ class NvmlSource:
                     if divided != device.identity.divided or known != {
                         part.identity.uuid for part in mig_parts(device)
                     }:
-                        self._outdated = True
-        ends = device.links.ends
-        return GpuSample(queries.state(), reading, ends, queries.calls, queries.refusals)
+                        self.outdated = True
+        return GpuSample(queries.state(), reading, device.links.ends, queries.calls, queries.refusals)
 
     def probe(self, uuid: str) -> None:
         """Ask for the performance state, a cheap call that reaches the GPU."""
@@ -181,7 +175,6 @@ class NvmlSource:
 
 
 _MIG_PROFILE = re.compile(r"\bMIG (\S+)$")
-_PROFILE_UNKNOWN = "unknown"
 
 T = TypeVar("T")
 
@@ -255,7 +248,7 @@ def mig_parts(parent: NvmlDevice) -> Iterator[NvmlDevice]:
             parent.identity,
             uuid=uuid,
             model=name,
-            mig_profile=profile.group(1) if profile else _PROFILE_UNKNOWN,
+            mig_profile=profile.group(1) if profile else "unknown",
             parent_uuid=parent.identity.uuid,
             divided=False,
             nvlinks=(),
