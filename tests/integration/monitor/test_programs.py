@@ -11,23 +11,28 @@ from tests.support.ports import free_port
 from tests.support.up import ctl_environment
 
 HEAVY = (
+    "argparse",
     "cryptography",
     "difflib",
     "gpuscale.common.filters",
+    "gpuscale.monitor.agent.helpers",
     "httpx",
     "importlib.metadata",
+    "importlib.resources",
     "multiprocessing",
     "numpy",
     "pydantic",
     "pydantic_core",
     "sqlalchemy",
+    "statistics",
+    "tomllib",
 )
 
 
 def test_an_agent_has_nothing_in_its_memory_that_it_can_do_without(
     tmp_path: Path, nvml_double: NvmlDouble
 ) -> None:
-    """Each of these takes 1 to 16 MB on every host; what reads settings is the memory of another process."""
+    """Each of these takes 0.1 to 16 MB on every host; what reads settings is the memory of another process."""
     code = "import sys; from gpuscale.monitor.app.agent import main; main()\n"
     code += f"print('pynvml' in sys.modules, [name for name in {HEAVY!r} if name in sys.modules])"
     flags = ("--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0", "--state-dir", str(tmp_path))

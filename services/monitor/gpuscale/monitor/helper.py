@@ -3,7 +3,6 @@
 Helpers import the standard library only, and NVML where needed, to keep privileged code small.
 """
 
-import argparse
 import asyncio
 import json
 import logging
@@ -17,7 +16,10 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import argparse
 
 PATIENCE = 5.0
 """Timeout of one order, in seconds."""
@@ -95,15 +97,17 @@ async def _serve(listening: socket.socket, place: Path, agent_user: int, opened:
             os.unlink(place)  # noqa: PTH108 - does not block
 
 
-def helper_parser(program: str, description: str) -> argparse.ArgumentParser:
+def helper_parser(program: str, description: str) -> "argparse.ArgumentParser":
     """A parser with the flags that all helpers have."""
+    import argparse  # the agent, which needs `keep` only, goes without
+
     made = argparse.ArgumentParser(program, description=description)
     made.add_argument("--socket", type=Path, required=True, help="unix socket to serve the agent on")
     made.add_argument("--agent-user", default="gpuscale", help="Unix user of the agent (%(default)s)")
     return made
 
 
-def run_helper(given: argparse.Namespace, opened: Opened) -> int:
+def run_helper(given: "argparse.Namespace", opened: Opened) -> int:
     """Run a helper until SIGTERM or SIGINT and return its exit code."""
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.INFO)
     try:

@@ -31,7 +31,6 @@ import hashlib
 import hmac
 import re
 import time
-import tomllib
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -276,6 +275,8 @@ class TokenFile:
         return self._file.current[2]
 
     def _read(self) -> "tuple[tuple[TokenSecret, ...], Mapping[str, Limits], OidcSettings | None]":
+        import tomllib
+
         from gpuscale.common.security.token_tables import TokensTable  # loads pydantic: 10 MB
 
         found = TokensTable.model_validate(tomllib.loads(self._path.read_text(encoding="utf-8")))

@@ -20,7 +20,6 @@ from gpuscale.monitor.agent.collector import Collector, Sampler
 from gpuscale.monitor.agent.device import ReadDeadlines
 from gpuscale.monitor.agent.events import FaultLog
 from gpuscale.monitor.agent.gpus import LONGEST_EVENT_WAIT_SECONDS, Gpus
-from gpuscale.monitor.agent.helpers import Capping, Killing
 from gpuscale.monitor.agent.host import Pods, ProcHost
 from gpuscale.monitor.agent.pci import Bus, find_gpus
 from gpuscale.monitor.agent.push import FleetPush
@@ -110,9 +109,13 @@ async def open_agent(
                 tasks.spawn("agent stream to the fleet", push.run())
                 stack.enter_context(metrics.showing(partial(add_push, push)))
             if allocator is not None and settings.killer_socket is not None:
+                from gpuscale.monitor.agent.helpers import Killing  # with its messages, 0.3 MB
+
                 killing = Killing(allocator, settings.killer_socket, settings.node, sampler, work)
                 tasks.spawn("agent kill orders", killing.run())
             if allocator is not None and settings.power_socket is not None:
+                from gpuscale.monitor.agent.helpers import Capping
+
                 capping = Capping(allocator, settings.power_socket, settings.node, sampler, gpus)
                 tasks.spawn("agent power caps", capping.run())
             agent = servicers.AgentServicer(sampler, clock)

@@ -15,7 +15,6 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from statistics import fmean
 from struct import Struct
 from typing import Any
 
@@ -371,7 +370,7 @@ class Tick:
                 if (share := getattr(sample, of_sample)) <= _HIGHEST_PERCENT:
                     shares.setdefault(name, []).append(share)
         return {
-            pid: {name: round(fmean(those), 1) for name, those in shares.items()}
+            pid: {name: round(sum(those) / len(those), 1) for name, those in shares.items()}
             for pid, shares in by_process.items()
         }
 
