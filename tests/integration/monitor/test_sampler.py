@@ -4,28 +4,16 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
-from datetime import UTC, datetime
 
 import pytest
 
 from gpuscale.common.runtime.tasks import TaskScope
 from gpuscale.monitor.agent.collector import Broadcast, Sampler
 from gpuscale.monitor.model.readings import Snapshot
+from tests.support.clock import LoopClock
 from tests.support.monitor_values import snapshot_read
 
 FIRST = snapshot_read(0.0, seq=0, host_read_at=None)
-
-
-class LoopClock:
-    """The time of the loop, which the tests make virtual."""
-
-    boot_id = "boot"
-
-    def now(self) -> float:
-        return asyncio.get_running_loop().time()
-
-    def wall(self) -> datetime:
-        return datetime(2026, 1, 1, tzinfo=UTC)
 
 
 class Readings:
