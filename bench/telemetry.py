@@ -9,7 +9,7 @@ threads that have ended too). The agent serves gRPC, reads the host and streams 
 process; one is scraped every 5 s instead, one reads the driver in a process of its own. "gRPC alone" is an agent without all
 that is ours (_telemetry_floor.py). RSS counts pages that are shared with other programs in full, PSS by share. Then: how long
 GetSnapshot takes an agent that nobody else asks, before and while one of its GPUs hangs. Goals (DESIGN, section 8): at most
-0.3 % of a core, 100 calls a tick and 60 MB; 99 of 100 answers in 50 ms.
+0.3 % of a core, 100 calls a tick and 45 MB; 99 of 100 answers in 50 ms.
 """
 
 from __future__ import annotations
