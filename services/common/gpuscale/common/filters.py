@@ -13,6 +13,7 @@ import json
 import math
 import operator
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -27,7 +28,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from gpuscale.common.errors import InvalidArgumentError
 from gpuscale.common.sizes import parse_duration
-from gpuscale.common.wire import first_beyond, forged_token, last_key, page_limit, to_token
+from gpuscale.common.wire import forged_token, last_key, page_limit, to_token
 
 Test = Callable[[Any], bool]
 Reader = Callable[[Any], Iterable[Any]]
@@ -327,16 +328,20 @@ def _listing(
     after = "" if ordered or not seen else seen[0].value
     if not isinstance(after, str):
         raise forged_token()
+
+    def last_rank(item: Item) -> SortValue:
+        return SortValue(key(item), descending)
+
     if callable(items):
         beyond: Iterable[Item] = items(after)
     else:
-        beyond = items[first_beyond(items, key, after, descending=descending) :]
+        beyond = items[bisect_right(items, SortValue(after, descending), key=last_rank) if after else 0 :]
     found: list[tuple[tuple[SortValue, ...], M]] = []
     end: tuple[SortValue, ...] | None = None  # no page goes so far
     for nth, item in enumerate(beyond, 1):
         message = encode(item)
         if keep(message):
-            place = (*order(message), SortValue(key(item), descending))
+            place = (*order(message), last_rank(item))
             try:
                 if not ordered or (seen < place and (end is None or place < end)):
                     found.append((place, message))

@@ -3,7 +3,7 @@
 import base64
 import binascii
 import hashlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -142,19 +142,6 @@ DEFAULT_PAGE_SIZE = 100
 MAX_PAGE_SIZE = 1000
 _CHECKSUM_BYTES = 6
 _SEAL_LENGTH = 8
-
-
-def first_beyond(items: Sequence[T], key: Callable[[T], str], last: str, *, descending: bool) -> int:
-    """Index of the first item after the key `last` ("" is before all); unlike `bisect`, also in descending order."""
-    start, high = 0, len(items) if last else 0
-    while start < high:
-        middle = (start + high) // 2
-        found = key(items[middle])
-        if found >= last if descending else found <= last:
-            start = middle + 1
-        else:
-            high = middle
-    return start
 
 
 def page_limit(page_size: int) -> int:

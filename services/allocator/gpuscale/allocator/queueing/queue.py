@@ -370,12 +370,12 @@ class Queue:
 
         Steps before the first yield None. Other work may run between two; the leases at the beginning count.
         """
-        world, taken = self._world, {promise.waiter: promise for promise in self._promises.values()}
-        line = in_turn(list(self._waiters.values()), self._promises.copy(), world)
+        world = self._world
         leases = yield from world.likely_first(MOST_LOOKED_AT, MOST_LEASES, now)
+        taken = {promise.waiter: promise for promise in self._promises.values()}
         needed: dict[tuple[Ask, Sequence[str]], int] = {}
         after = now
-        for waiter in islice(line, MOST_FORESEEN):
+        for waiter in self.line(MOST_FORESEEN):
             told, found = taken.pop(waiter, None), None
             if told is not None and told.victims:
                 found = told, model.Foreseen(told.start)
