@@ -266,7 +266,7 @@ class Ledger:
 
     def withdraw(self, granted: Reservation) -> None:
         """Undo a grant whose write failed: nobody was told of it. Its fence stays used."""
-        self._drop(granted.id)
+        self.forget(granted)
 
     def renew(
         self, reservation_id: str, fence: int, ttl: float | None, now: float, member: JobMember | None = None
@@ -377,10 +377,18 @@ class Ledger:
         """Let `due` return a reservation again."""
         self._deadlines.add(reservation.id, due_at(reservation))
 
-    def forget(self, ended: Reservation) -> None:
-        """Drop an ended reservation from memory; it may still be on disk."""
-        if ended.id in self._reservations:
-            self._drop(ended.id)
+    def forget(self, one: Reservation) -> None:
+        """Drop a reservation from memory, if it is there; it may still be on disk."""
+        dropped = self._reservations.pop(one.id, None)
+        if dropped is None:
+            return
+        del self._by_request[dropped.request_id]
+        order = self._by_fence[dropped.live]
+        del order[bisect_left(order, (dropped.fence, dropped.id))]
+        self._live.pop(one.id, None)
+        self._ended.pop(one.id, None)
+        self._granted_at.pop(one.id, None)
+        self.use.free(one.id)
 
     def restore(self, reservations: Iterable[Reservation]) -> None:
         """Load the reservations on disk, oldest first; ValueError if more of a GPU is held than there is."""
@@ -433,16 +441,6 @@ class Ledger:
             insort(self._by_fence[live], (reservation.fence, reservation.id))
         self._deadlines.add(reservation.id, due_at(reservation))
         return reservation
-
-    def _drop(self, reservation_id: str) -> None:
-        dropped = self._reservations.pop(reservation_id)
-        del self._by_request[dropped.request_id]
-        order = self._by_fence[dropped.live]
-        del order[bisect_left(order, (dropped.fence, dropped.id))]
-        self._live.pop(reservation_id, None)
-        self._ended.pop(reservation_id, None)
-        self._granted_at.pop(reservation_id, None)
-        self.use.free(reservation_id)
 
 
 def due_at(reservation: Reservation) -> float:
