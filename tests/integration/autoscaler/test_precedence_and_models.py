@@ -194,6 +194,11 @@ async def on(one: Site, **models: int) -> None:
     )
 
 
+async def evaluations(one: Site, but: int = 0) -> int:
+    """How many decisions there were, each as often as it was taken."""
+    return sum(decision.count for decision in await one.autoscaler.history(JOBS)) - but
+
+
 async def test_the_preferred_model_first_then_the_next_and_the_last_goes_first(tmp_path: Path) -> None:
     async with site(tmp_path, FAST, SLOW) as one:
         await create(one, 2)
@@ -218,7 +223,10 @@ async def test_the_preferred_model_first_then_the_next_and_the_last_goes_first(t
         one.autoscaler.watchers.queues["jobs"] = (40, 0)
         await on(one, H100=1, a100=4)
         assert await one.said(JOBS, "NO_CAPACITY")
-        await eventually(lambda: one.autoscaler.wants(6, JOBS))  # and no more: max_replicas holds
+        await eventually(lambda: one.autoscaler.wants(6, JOBS))
+        before = await evaluations(one)
+        await eventually(lambda: evaluations(one, before))
+        assert await one.autoscaler.wants(6, JOBS), "and no more: max_replicas holds"
         same = await one.autoscaler.decisions.VerifyDecision(
             api.VerifyDecisionRequest(
                 name=next(d.name for d in await one.autoscaler.history(JOBS) if d.observations)
