@@ -80,7 +80,6 @@ async def open_agent(
     sampler.late = metrics.lag.observe
     xids = Xids()
     gpus.observers.append(xids.note)
-    holders = HolderLabels(allocator, clock, settings.node).ask if settings.metrics_holders else None
     page = AgentPage(
         meter,
         sampler.snapshots,
@@ -89,7 +88,7 @@ async def open_agent(
         lambda: collector.quarantines,
         clock,
         settings.style(),
-        holders,
+        HolderLabels(allocator, clock, settings.node).ask if settings.metrics_holders else None,
     )
     try:
         async with (
@@ -108,16 +107,15 @@ async def open_agent(
                 push = FleetPush(fleet, sampler, collector, clock, faults, why)
                 tasks.spawn("agent stream to the fleet", push.run())
                 stack.enter_context(metrics.showing(partial(add_push, push)))
-            if allocator is not None and settings.killer_socket is not None:
-                from gpuscale.monitor.agent.helpers import Killing  # with its messages, 0.3 MB
+            if allocator is not None and (settings.killer_socket or settings.power_socket):
+                from gpuscale.monitor.agent.helpers import Capping, Killing  # with messages, 0.3 MB
 
-                killing = Killing(allocator, settings.killer_socket, settings.node, sampler, work)
-                tasks.spawn("agent kill orders", killing.run())
-            if allocator is not None and settings.power_socket is not None:
-                from gpuscale.monitor.agent.helpers import Capping
-
-                capping = Capping(allocator, settings.power_socket, settings.node, sampler, gpus)
-                tasks.spawn("agent power caps", capping.run())
+                if settings.killer_socket is not None:
+                    killing = Killing(allocator, settings.killer_socket, settings.node, sampler, work)
+                    tasks.spawn("agent kill orders", killing.run())
+                if settings.power_socket is not None:
+                    capping = Capping(allocator, settings.power_socket, settings.node, sampler, gpus)
+                    tasks.spawn("agent power caps", capping.run())
             agent = servicers.AgentServicer(sampler, clock)
             yield tuple(
                 registrations(agent, servicers.DriverServicer(gpus, clock), servicers.WorkServicer(work))
