@@ -656,6 +656,24 @@ def test_output_of_members_without_lines_is_not_kept_back(monkeypatch: pytest.Mo
 
 
 @pytest.mark.timeout(30)
+def test_standard_error_waits_for_a_slow_reader_and_not_for_a_helper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `less`: the last 75 kB of 126 kB were lost."""
+    monkeypatch.setattr(over_ssh, "LINGER", 0.01)
+    script = f"sleep 25 >/dev/null & {GREETS}; yes | head -c 126060 >&2"
+    made = [over_ssh.Supervised(Orders(detached=True, **NO_TEXTS), ["sh", "-c", script])]
+    reader, writer = os.pipe()
+    outputs = {"stdout": 1, "stderr": writer, "patience": 20.0}
+    with os.fdopen(reader, "rb") as shown, os.fdopen(writer, "wb"):
+        running = threading.Thread(target=over_ssh.supervise_all, args=(made,), kwargs=outputs, daemon=True)
+        running.start()
+        running.join(1.0)
+        assert running.is_alive()
+        assert shown.read(126060).count(b"y") == 63030
+        running.join(10.0)
+        assert not running.is_alive()
+
+
+@pytest.mark.timeout(30)
 @pytest.mark.parametrize("supervises", [True, False], ids=["run", "logs"])
 @pytest.mark.parametrize("gone", [False, True], ids=["disk", "reader"])
 def test_output_of_members_that_cannot_be_written_ends_them(supervises: bool, gone: bool) -> None:

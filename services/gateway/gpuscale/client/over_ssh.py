@@ -2,6 +2,7 @@
 
 import os
 import re
+import select
 import shlex
 import subprocess
 import sys
@@ -37,7 +38,7 @@ where the way there is closed, as that of a ProxyJump."""
 TRIES, FIRST_PAUSE = 5, 2.0
 """How often ssh is tried where it was turned away; and most seconds before it is tried again, which double with each time."""
 LINGER = 1.0
-"""Most seconds for what an ended process said last: a helper of ssh, as of ControlPersist, may hold its standard error open."""
+"""Seconds of silence that end the standard error of an ended process: a helper of ssh, as of ControlPersist, may hold it open."""
 CHUNK = 65_536
 MOST_LINES = 1000
 """Most lines of shell output before the supervisor's greeting."""
@@ -144,7 +145,7 @@ def _copy(
     """Copy an output, if it is piped, with a prefix before each line; a full disk or closed pipe ends the process, and is what `failed`."""
     left = b""
     try:
-        while source and (chunk := os.read(source.fileno(), CHUNK)) and not source.closed:
+        while source and (chunk := _next_of(process, source, failed is None)) and not source.closed:
             if prefix:
                 *lines, left = (left + chunk).split(b"\n")
                 if len(left) > CHUNK:  # without an end, as of a progress bar
@@ -162,6 +163,17 @@ def _copy(
                 _copy(process, source, nowhere.fileno(), b"", None)
     except ValueError:  # closed by us after the process ended: a helper of ssh held it open
         pass
+
+
+def _next_of(process: "subprocess.Popen[bytes]", source: IO[bytes], errors: bool) -> bytes:
+    """What an output says next; nothing at its end, or, of `errors`, once its process ended and then nothing came for LINGER seconds."""
+    readable, ended = select.poll(), False
+    readable.register(source, select.POLLIN)
+    while errors and not readable.poll(LINGER * 1000):
+        if ended:
+            return b""
+        ended = process.returncode is not None  # and once more: it may have written until then
+    return os.read(source.fileno(), CHUNK)
 
 
 class EarlyStart:
@@ -346,12 +358,11 @@ def _follow(
     errors = threading.Thread(target=_copy, args=copied, daemon=True)
     errors.start()
     _copy(process, process.stdout, outputs[0], prefix, failed)
-    code = process.wait()
-    errors.join(LINGER)
-    if code == SSH_FAILED and together:
+    if process.wait() == SSH_FAILED and together:
         for other in started:
             if other.poll() is None:
                 other.terminate()
+    errors.join()  # as long as its reader takes
 
 
 def _greeted(source: IO[bytes], greeting: bytes = GREETING) -> bool:
