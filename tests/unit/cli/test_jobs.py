@@ -581,6 +581,7 @@ def test_a_job_whose_program_is_missing_tells_why_it_has_an_exit_code(
 
         def ended(self, code: int, why: str) -> None:
             told.append((code, why))
+            assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, "which ends it where nobody answers"
 
     monkeypatch.setattr(processes, "start", lambda *_, **__: processes.NOT_FOUND)
     assert supervise._run(Holder(), api.Reservation(), stdout=None) == 127

@@ -288,7 +288,9 @@ def _run(
             holder.started(os.getpid())
             holder.ended(0, "")
             return 0
-    with processes.Forwarding() as signals, processes.Offspring(child) as offspring:
+    with ExitStack() as stack:
+        signals = stack.enter_context(processes.Forwarding())
+        offspring = stack.enter_context(processes.Offspring(child))
         variables = {
             **orders.environment,
             "CUDA_VISIBLE_DEVICES": uuids,
@@ -304,6 +306,7 @@ def _run(
         else:
             process = processes.start(orders.command, variables=variables, stdout=stdout, dies_with_us=True)
         if isinstance(process, int):
+            stack.close()  # signals end us again: nobody may answer
             holder.started(0)
             why = "was not found" if process == processes.NOT_FOUND else "cannot be run"
             holder.ended(process, f"it did not start: {shown(orders.command[:1])} {why}")
