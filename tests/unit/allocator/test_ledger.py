@@ -1,8 +1,10 @@
 """The state machine of reservations: holds, fences, request ids, renewals, ends, the undoing of failed writes, tokens."""
 
+import asyncio
 import hmac
 import re
 from base64 import urlsafe_b64decode
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock
@@ -12,7 +14,7 @@ import pytest
 from gpuscale.allocator.domain.ledger import RETENTION, Deadlines, Ledger, Tokens, rebased
 from gpuscale.allocator.domain.model import EndCause, Order, Reservation, State, moved
 from gpuscale.allocator.state.archive import RecordFilter
-from gpuscale.allocator.usecases.leases import Records
+from gpuscale.allocator.usecases.leases import Records, every
 from gpuscale.common import errors
 from tests.support.allocator_values import NOW, WALL, order, reserved
 
@@ -74,6 +76,30 @@ async def test_a_page_looks_at_what_is_on_it_however_many_there_are(*, with_ende
         step = 1 if with_ended else 2
         assert [one.fence for one in page] == [count // 2 + 1 + step * nth for nth in range(10)]
         assert Counted.looked_at == 11
+
+
+async def test_all_pages_together_have_a_reservation_once_that_gets_a_new_fence_meanwhile() -> None:
+    ledger = Ledger()
+    waits = ledger.confirm(ledger.grant(order(), [], now=NOW, wall=WALL, wait=60))
+    for number in range(1_500):
+        active(ledger, f"GPU-{number}")
+    records: Any = SimpleNamespace(ledger=ledger, tokens=Tokens([1]))
+    seen: list[int] = []
+
+    def keep(one: Reservation) -> bool:
+        seen.append(one.fence)
+        return True
+
+    async def begin() -> None:
+        while len(seen) < 1_100:  # the second page has begun
+            await asyncio.sleep(0)
+        ledger.begin(waits.id, [reserved("GPU-x")], NOW, WALL, 0)
+
+    list_page = partial(Records.list_reservations, records, RecordFilter(), ended=False, keep=keep)
+    listed, _ = await asyncio.gather(every(list_page), begin())
+    assert {waits.fence, 1_502} <= set(seen), "it was read under both"
+    assert [one.fence for one in listed if one.id == waits.id] == [1_502]
+    assert len(listed) == 1_501
 
 
 def test_an_id_tells_nothing_of_the_fence() -> None:

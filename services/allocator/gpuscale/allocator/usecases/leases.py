@@ -236,7 +236,8 @@ class Records:
     ) -> tuple[list[Reservation], str]:
         """A page of reservations, oldest first, and the token of the next page.
 
-        Of matching ones on disk, `keep` filters the first 1,000: a page may be short without being the last.
+        Of matching ones on disk, `keep` filters the first 1,000: a page may be short without being the last. One that
+        begins or starts again meanwhile gets a new fence, so that it comes again on a later page, in its new state.
         """
         most, last = page_limit(page_size), 0
         after = self.tokens.fence_of_page(page_token) if page_token else 0
@@ -271,9 +272,10 @@ class Records:
 
 
 async def every(list_page: Callable[..., Awaitable[tuple[list[Reservation], str]]]) -> list[Reservation]:
-    """The reservations of all pages: another order shows the last first."""
+    """The reservations of all pages: another order shows the last first. Of one that comes twice, the newer state."""
     found, token = await list_page(page_size=MAX_PAGE_SIZE, page_token="")
+    by_id = {one.id: one for one in found}
     while token:
-        more, token = await list_page(page_size=MAX_PAGE_SIZE, page_token=token)
-        found += more
-    return found
+        found, token = await list_page(page_size=MAX_PAGE_SIZE, page_token=token)
+        by_id |= {one.id: one for one in found}
+    return list(by_id.values())
