@@ -197,8 +197,9 @@ async def both_pages(double: NvmlDouble) -> AsyncIterator[tuple[str, str]]:
 
 
 async def test_the_default_pages_pass_promtool_are_documented_and_have_all_that_the_stock_board_asks_for(
-    nvml_double: NvmlDouble,
+    nvml_double: NvmlDouble, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("gpuscale.monitor.app.agent.LAG_PERIOD", 0.1)
     async with both_pages(nvml_double) as pages:
         for text in pages:
             assert promtool("check", "metrics", stdin=text) == (0, "")

@@ -7,8 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from gpuscale.common.rpc.meter import ProgramMeter
 from gpuscale.common.runtime.tasks import TaskScope
 from gpuscale.monitor.agent.collector import Broadcast, Sampler
+from gpuscale.monitor.app.agent import LAG_PERIOD
 from gpuscale.monitor.model.readings import Snapshot
 from tests.support.clock import LoopClock
 from tests.support.monitor_values import snapshot_read
@@ -22,7 +24,6 @@ class Readings:
     def __init__(self, takes: float = 0.0) -> None:
         self.takes = takes
         self.times: list[float] = []
-        self.late: list[float] = []
 
     async def collect(self) -> Snapshot:
         loop = asyncio.get_running_loop()
@@ -34,7 +35,6 @@ class Readings:
 @asynccontextmanager
 async def sampling(readings: Readings, period: float = 1.0) -> AsyncGenerator[Sampler, None]:
     sampler = Sampler(readings.collect, period, LoopClock())
-    sampler.late = readings.late.append
     async with TaskScope() as tasks:
         tasks.spawn("sampler", sampler.run())
         yield sampler
@@ -48,7 +48,29 @@ async def test_it_reads_once_a_period_and_keeps_the_rhythm() -> None:
     async with sampling(readings):
         await asyncio.sleep(3.5)
     assert readings.times == [0.0, 1.0, 2.0, 3.0]
-    assert readings.late == pytest.approx([0.0, 0.0, 0.0], abs=0.01)  # of the timer, not of the reading
+
+
+@pytest.mark.parametrize("period", [0.1, 0.5, 1.0, 2.0, 15.0])
+async def test_the_watch_of_the_event_loop_sees_what_each_reading_blocks(
+    period: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = asyncio.get_running_loop()
+    passed, blocked = loop.time, 0.0
+    monkeypatch.setattr(loop, "time", lambda: passed() + blocked)
+
+    async def collect() -> Snapshot:
+        nonlocal blocked
+        blocked += period / 10
+        return FIRST
+
+    meter = ProgramMeter("agent", LAG_PERIOD)
+    async with TaskScope() as tasks:
+        tasks.spawn("sampler", Sampler(collect, period, LoopClock()).run())
+        tasks.spawn("watch", meter.watch_loop())
+        await asyncio.sleep(60 * LAG_PERIOD)
+    on_time, late = meter.lag.counts[0], sum(meter.lag.counts[1:])
+    assert on_time + late <= 60
+    assert 3 <= late < on_time
 
 
 async def test_a_reading_longer_than_the_period_skips_ticks_and_does_not_pile_up() -> None:

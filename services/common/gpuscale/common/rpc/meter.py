@@ -36,9 +36,9 @@ Collector = Callable[[MetricsPage], Awaitable[None]]
 class ProgramMeter:
     """The metrics of any program: process, event loop, and those of its parts. `service` is in the names of series."""
 
-    def __init__(self, service: str) -> None:
+    def __init__(self, service: str, lag_period: float = LAG_PERIOD) -> None:
         self.lag = Histogram()
-        self.watched = True  # by `watch_loop`; False where a task that wakes up anyway observes the lag
+        self._lag_period = lag_period
         self.prefix = f"gpuscale_{service}"
         self._service = service
         self._collectors: list[Collector] = []
@@ -47,8 +47,8 @@ class ProgramMeter:
         """Measure the lag of the event loop until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
-            due = loop.time() + LAG_PERIOD
-            await asyncio.sleep(LAG_PERIOD)
+            due = loop.time() + self._lag_period
+            await asyncio.sleep(self._lag_period)
             self.lag.observe(max(0.0, loop.time() - due))
 
     @contextmanager
@@ -80,8 +80,8 @@ class ProgramMeter:
 class CallMeter(ProgramMeter):
     """The metrics of a service, with its calls and its tokens: their expiry and last use."""
 
-    def __init__(self, service: str, authenticator: Authenticator) -> None:
-        super().__init__(service)
+    def __init__(self, service: str, authenticator: Authenticator, lag_period: float = LAG_PERIOD) -> None:
+        super().__init__(service, lag_period)
         self.open = 0
         self.ended: Counter[tuple[str, str]] = Counter()
         self.seconds: defaultdict[str, Histogram] = defaultdict(Histogram)

@@ -319,7 +319,7 @@ class Server:
         if self._probed is not None:
             await self._probed.start()
         watches = {"watch connections": self._connections.watch(*self._ports)}
-        if self._meter is not None and self._meter.watched:
+        if self._meter is not None:
             watches["watch the event loop"] = self._meter.watch_loop()
         self._watches = [asyncio.create_task(watch, name=name) for name, watch in watches.items()]
 

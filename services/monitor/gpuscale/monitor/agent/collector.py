@@ -123,14 +123,10 @@ SHORTEST_GAP_SECONDS = 0.1
 
 
 class Sampler:
-    """Takes a snapshot with `collect` every `period` seconds, keeps the newest and broadcasts each.
-
-    `late` is told how many seconds too late the event loop woke it up.
-    """
+    """Takes a snapshot with `collect` every `period` seconds, keeps the newest and broadcasts each."""
 
     def __init__(self, collect: Callable[[], Awaitable[Snapshot]], period: float, clock: Clock) -> None:
         self._collect = collect
-        self.late: Callable[[float], None] = lambda _: None
         self._period = period
         self._clock = clock
         self._latest: Snapshot | None = None
@@ -156,7 +152,6 @@ class Sampler:
                     await self._wanted.wait()
                     await asyncio.sleep(began + SHORTEST_GAP_SECONDS - loop.time())
             except TimeoutError:
-                self.late(max(0.0, loop.time() - due))
                 due += self._period  # not from the clock: a timer may fire a clock tick early
 
     async def get(self, max_age: float) -> Snapshot:

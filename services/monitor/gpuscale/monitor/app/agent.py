@@ -30,6 +30,10 @@ from gpuscale.monitor.exposition.agent import AgentPage, CollectionMeter, Xids, 
 from gpuscale.monitor.exposition.snapshots import HolderLabels
 from gpuscale.monitor.model.admission import Holders
 
+LAG_PERIOD = 4.618
+"""Rarer than of other programs, as each look wakes an idle agent; and not a multiple of usual periods of readings, so that
+looks come at every phase of one and meet what it blocks: in step with it they would never, or always."""
+
 
 @asynccontextmanager
 async def open_agent(
@@ -74,10 +78,8 @@ async def open_agent(
     )
     on_bus = [] if settings.source == "simulated" else await asyncio.to_thread(find_gpus)
     meter = CollectionMeter(collector.collect, clock, Bus(on_bus))
-    metrics = calls or ProgramMeter("agent")
-    metrics.watched = False  # a wake-up of its own would cost more than reading a GPU
+    metrics = calls or ProgramMeter("agent", LAG_PERIOD)
     sampler = Sampler(meter.collect, settings.period_seconds, clock)
-    sampler.late = metrics.lag.observe
     xids = Xids()
     gpus.observers.append(xids.note)
     page = AgentPage(
@@ -99,6 +101,8 @@ async def open_agent(
         ):
             stack.enter_context(metrics.showing(page.add))
             tasks.spawn("agent sampler", sampler.run())
+            if calls is None and settings.metrics_listen:  # else their server watches it
+                tasks.spawn("agent event loop", metrics.watch_loop())
             tasks.start("agent pods", pods.run())
             if fleet is not None:
                 faults = FaultLog()
@@ -135,7 +139,7 @@ def main(argv: list[str] | None = None) -> int:
 async def serve(settings: AgentFrame, stop: asyncio.Event) -> None:
     """Serve until `stop` is set."""
     authenticator = settings.authenticator(socket_role=Role.AGENT)
-    calls = CallMeter(settings.section, authenticator) if settings.metrics_listen else None
+    calls = CallMeter(settings.section, authenticator, LAG_PERIOD) if settings.metrics_listen else None
     server = Server(replace(settings.server_options(), socket=settings.work_socket), authenticator, calls)
     address = server.bind()
     async with AsyncExitStack() as stack:
