@@ -197,7 +197,7 @@ def acts(
     found = about.items(client.policies, allocator_api.ListPolicyActsRequest(filter=asked), limit=limit)
     for one in sorted({*policy_of} - {name for act in found for name in (act.name, act.policy)}):
         policies(client, [policy_of[one]])
-        if policy_of[one] != one and not about.chosen.conditions:
+        if policy_of[one] != one:
             raise NotFoundError(f"{one} not found")
     return found
 
