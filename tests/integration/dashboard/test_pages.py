@@ -21,7 +21,7 @@ from starlette.requests import Request
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.client import NotFoundError, UnavailableError
+from gpuscale.client import InvalidArgumentError, NotFoundError, UnavailableError
 from gpuscale.common.runtime.tasks import SystemClock
 from gpuscale.common.security.auth import Role
 from gpuscale.dashboard import frame
@@ -174,6 +174,26 @@ async def test_what_a_role_may_not_read_is_not_offered(role: Role, monkeypatch: 
         await eventually(lambda: (table.visible, log.visible) == (role is Role.ADMIN,) * 2)
         labels = [one.text for one in found if isinstance(one, ui.label)]
         assert any(one.startswith("sign in as an admin") for one in labels) == (role is Role.VIEWER)
+
+
+async def test_the_audit_log_is_asked_for_again_where_that_may_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after its first answer; and a filter that is refused is not asked for again each 5 s."""
+    actions = VisitorActions(Mock(), VisitorSession("token", math.inf, Role.ADMIN), SystemClock())
+    away, refused = UnavailableError("the gateway is away"), InvalidArgumentError("it is too long")
+    ask = AsyncMock(side_effect=[[], away, away, refused])
+    monkeypatch.setattr(VisitorActions, "ask", ask)
+    monkeypatch.setattr(audit, "REFRESH", 0.011)
+    with opened(monkeypatch) as page:
+        audit.audit_page(DashboardSite(Facts(), Mock(), "", lambda: actions, Mock()))
+        [wanted] = [one for one in page.elements.values() if isinstance(one, ui.input)]
+        [timer] = [
+            one
+            for one in page.elements.values()
+            if isinstance(one, ui.timer) and one.interval == audit.REFRESH
+        ]
+        await eventually(lambda: not timer.active)
+        wanted.value = "Reserve"
+        await eventually(lambda: (ask.await_count, timer.active) == (4, False))
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from nicegui import ui
 
 from gpuscale.api.audit import v1 as api
 from gpuscale.client import AsyncClient, GpuscaleError
+from gpuscale.common.errors import UNANSWERED
 from gpuscale.common.sizes import counted
 from gpuscale.dashboard import humanize
 from gpuscale.dashboard.frame import DashboardSite, ListTable, PageAddress, page
@@ -55,6 +56,7 @@ def audit_page(site: DashboardSite) -> None:
         try:
             found = await actions.ask(read)
         except GpuscaleError as error:
+            timer.active = isinstance(error, UNANSWERED)
             why.text = f"cannot read the audit log: {error.message}"
             table.element.set_visibility(False)
             return
@@ -72,7 +74,7 @@ def audit_page(site: DashboardSite) -> None:
     older.on_click(look)
     newest.on_click(begin)
     wanted.on_value_change(begin)
-    timer = ui.timer(REFRESH, begin)  # until there is an answer
+    timer = ui.timer(REFRESH, begin)  # while there is no answer
 
 
 def audit_filter(text: str) -> str:
