@@ -310,7 +310,10 @@ def _come_up(
     start: Callable[[list[str]], "subprocess.Popen[bytes]"],
     patience: float,
 ) -> "subprocess.Popen[bytes]":
-    """Its supervisor once it greets: this one, or another if the host turned ssh away. Raises UnavailableError: none did (NO_SUPERVISOR)."""
+    """Its supervisor once it greets: this one, or another if the host turned ssh away.
+
+    An attached run on one host has one try, since its ssh has our standard error. Raises UnavailableError: none did (NO_SUPERVISOR).
+    """
     from gpuscale.common.runtime.tasks import Backoff  # only now: `run` starts ssh before it imports much
 
     waits, tries, until = Backoff(FIRST_PAUSE), TRIES, time.monotonic() + patience
