@@ -19,6 +19,7 @@ from nicegui.elements.mixins.text_element import TextElement
 from starlette.requests import Request
 
 from gpuscale.api.allocator import v1 as allocator_api
+from gpuscale.api.audit import v1 as audit_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.client import InvalidArgumentError, NotFoundError, UnavailableError
@@ -194,6 +195,23 @@ async def test_the_audit_log_is_asked_for_again_where_that_may_help(monkeypatch:
         await eventually(lambda: not timer.active)
         wanted.value = "Reserve"
         await eventually(lambda: (ask.await_count, timer.active) == (4, False))
+
+
+async def test_no_part_of_the_audit_log_is_passed_over_for_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = [audit_api.ListAuditEventsResponse(next_page_token=one) for one in ("a", "b", "c", "d", "e")]
+    read = AsyncMock(side_effect=[*pages[:3], UnavailableError("the gateway is away"), *pages[2:4]])
+    actions = VisitorActions(Mock(), VisitorSession("token", math.inf, Role.ADMIN), SystemClock())
+    client, clicks = Mock(audit=Mock(ListAuditEvents=read)), dict[str, Any]()
+    monkeypatch.setattr(VisitorActions, "ask", lambda _, act: act(client))
+    monkeypatch.setattr(ui.button, "on_click", lambda button, act: clicks.update({button.text: act}))
+    monkeypatch.setattr(audit, "REFRESH", 0.01)
+    monkeypatch.setattr(audit, "MOST_PIECES", 2)
+    with opened(monkeypatch):
+        audit.audit_page(DashboardSite(Facts(), Mock(), "", lambda: actions, Mock()))
+        await eventually(lambda: read.await_count == 2)
+        await clicks["older"]()
+        await eventually(lambda: read.await_count >= 6)
+    assert [one.args[0].page_token for one in read.await_args_list] == ["", "a", "b", "c", "b", "c"]
 
 
 @pytest.mark.parametrize(

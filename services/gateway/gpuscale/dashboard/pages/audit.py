@@ -37,19 +37,20 @@ def audit_page(site: DashboardSite) -> None:
 
     async def read(client: AsyncClient) -> list[api.AuditEvent]:
         nonlocal token
-        found = list[api.AuditEvent]()
+        found, at = list[api.AuditEvent](), token
         for _ in range(MOST_PIECES):
             answer = await client.audit.ListAuditEvents(
                 api.ListAuditEventsRequest(
                     filter=audit_filter(wanted.value or ""),
                     page_size=MOST_EVENTS - len(found),
-                    page_token=token,
+                    page_token=at,
                 )
             )
             found += answer.audit_events
-            token = answer.next_page_token
-            if not token or len(found) == MOST_EVENTS:
+            at = answer.next_page_token
+            if not at or len(found) == MOST_EVENTS:
                 break
+        token = at  # only now: after an error it is read from where it was
         return found
 
     async def look() -> None:
@@ -74,7 +75,7 @@ def audit_page(site: DashboardSite) -> None:
     older.on_click(look)
     newest.on_click(begin)
     wanted.on_value_change(begin)
-    timer = ui.timer(REFRESH, begin)  # while there is no answer
+    timer = ui.timer(REFRESH, look)  # while there is no answer
 
 
 def audit_filter(text: str) -> str:
