@@ -167,6 +167,16 @@ def test_what_is_being_written_is_not_due() -> None:
     assert ledger.due(NOW + 60, 10) == [confirmed]
 
 
+def test_an_end_that_is_settled_again_changes_nothing() -> None:
+    ledger = Ledger()
+    one, other = active(ledger, "GPU-a"), active(ledger, "GPU-b")
+    closed = ended(ledger, one)
+    ledger.settle(closed)
+    assert list(ledger.reservations(ended=True)) == [closed, other]
+    ledger.forget(closed)
+    assert list(ledger.reservations(ended=True)) == [other]
+
+
 def test_due_is_bounded_and_postponed_work_comes_again() -> None:
     ledger = Ledger()
     for index in range(5):

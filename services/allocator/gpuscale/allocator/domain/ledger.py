@@ -383,8 +383,9 @@ class Ledger:
         if dropped is None:
             return
         del self._by_request[dropped.request_id]
-        order = self._by_fence[dropped.live]
-        del order[bisect_left(order, (dropped.fence, dropped.id))]
+        order, place = self._by_fence[dropped.live], (dropped.fence, dropped.id)
+        at = bisect_left(order, place)
+        del order[order.index(place, at, at + 1)]  # never another's: ValueError
         self._live.pop(one.id, None)
         self._ended.pop(one.id, None)
         self._granted_at.pop(one.id, None)
@@ -436,8 +437,13 @@ class Ledger:
         else:
             self._ended[reservation.id] = None
         if before is None or before.fence != reservation.fence or not live:
-            if before is not None:  # it was live
-                del self._by_fence[True][bisect_left(self._by_fence[True], (before.fence, before.id))]
+            if before is not None:
+                order, place = self._by_fence[True], (before.fence, before.id)
+                at = bisect_left(order, place)
+                if order[at : at + 1] != [place]:  # it had ended
+                    order = self._by_fence[False]
+                    at = bisect_left(order, place)
+                del order[order.index(place, at, at + 1)]  # never another's: ValueError
             insort(self._by_fence[live], (reservation.fence, reservation.id))
         self._deadlines.add(reservation.id, due_at(reservation))
         return reservation
