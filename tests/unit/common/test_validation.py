@@ -196,6 +196,12 @@ def test_an_annotation_that_is_not_enforced_is_an_error_and_not_passed_over() ->
         rules_of(field)
 
 
+def test_a_contract_that_is_not_there_is_not_taken_for_an_empty_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pkgutil.get_data", lambda *_: None)
+    with pytest.raises(FileNotFoundError, match=r"gpuscale\.api has no contract\.binpb"):
+        annotations.__wrapped__()
+
+
 def test_max_items() -> None:
     snapshot = types_api.Snapshot(node="n", epoch=UUID)
     snapshot.gpus.extend(types_api.Gpu(uuid=f"GPU-{index}") for index in range(1024))

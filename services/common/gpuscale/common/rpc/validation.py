@@ -98,7 +98,9 @@ def annotations() -> Any:
     pool: Any = DescriptorPool()  # stubs are incomplete
     for known in (descriptor_pb2, duration_pb2, field_mask_pb2, timestamp_pb2):
         pool.AddSerializedFile(known.DESCRIPTOR.serialized_pb)
-    data = pkgutil.get_data("gpuscale.api", "contract.binpb") or b""  # importlib.resources takes 0.3 MB
+    data = pkgutil.get_data("gpuscale.api", "contract.binpb")  # importlib.resources takes 0.3 MB
+    if data is None:
+        raise FileNotFoundError("gpuscale.api has no contract.binpb: install the package again")
     for file in descriptor_pb2.FileDescriptorSet.FromString(data).file:
         if file.package in {"buf.validate", "google.api"} or file.name.endswith("/rules.proto"):
             pool.AddSerializedFile(file.SerializeToString())
