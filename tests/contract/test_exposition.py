@@ -186,7 +186,7 @@ async def both_pages(double: NvmlDouble) -> AsyncIterator[tuple[str, str]]:
             names = ("gpuscale_gpu_processes", "gpuscale_gpu_sm_activity_ratio")
             return all(len(named(text, name)) == 2 for name in names)
 
-        async def watched() -> bool:  # though no server of theirs watches the loop
+        async def watched() -> bool:
             pages = {"agent": await page(address), "fleet": await page(listen)}
             return all(value(pages[one], f"gpuscale_{one}_loop_lag_seconds_count") for one in pages)
 

@@ -102,6 +102,6 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
             tasks = await stack.enter_async_context(TaskScope())
             tasks.spawn("files of the fleet", follow_fleet(fleet, settings.fleet_files_dir))
         await stack.enter_async_context(server)
-        await stack.enter_async_context(settings.open_metrics(meter.render))
+        await stack.enter_async_context(settings.open_metrics(meter))
         _log.info("serving", address=address)
         await stop.wait()

@@ -123,8 +123,8 @@ class MetricsPageFrame(ListenerFrame):
     metrics_listen: str
 
     @asynccontextmanager
-    async def open_metrics(self, render: Callable[[], AsyncGenerator[bytes]]) -> AsyncGenerator[str]:
-        """Serve `/metrics` during the block; yields the address, or "" if not configured.
+    async def open_metrics(self, meter: rpc_meter.ProgramMeter) -> AsyncGenerator[str]:
+        """Serve `/metrics` and watch the event loop for it during the block; yields the address, or "" if not configured.
 
         Raises:
             FailedPreconditionError: the address cannot be bound or needs TLS, or a file cannot be used.
@@ -139,22 +139,22 @@ class MetricsPageFrame(ListenerFrame):
         files = {name: path for name in fields if isinstance(path := getattr(self, name, None), Path)}
 
         async def render_all() -> AsyncGenerator[bytes]:
-            async with aclosing(render()) as chunks:
+            async with aclosing(meter.render()) as chunks:
                 async for chunk in chunks:
                     yield chunk
             yield await asyncio.to_thread(rpc_meter.certificates_text, files)  # reads files
 
         options, authenticator = self.server_options(), self.authenticator()
-        async with serve_metrics(self.metrics_listen, options, authenticator, render_all) as address:
+        served = serve_metrics(self.metrics_listen, options, authenticator, render_all)
+        async with served as address, tasks.TaskScope() as scope:
+            scope.spawn("watch the event loop", meter.watch_loop())
             logs.get_logger(__name__).info("metrics are served", address=address)
             yield address
 
     @asynccontextmanager
     async def observed(self, meter: rpc_meter.ProgramMeter) -> AsyncGenerator[None]:
         """Serve metrics and health checks during the block, for a program that serves no gRPC. Raises as `open_metrics`."""
-        async with tasks.TaskScope() as scope, self.open_metrics(meter.render) as address, self.open_health():
-            if address:
-                scope.spawn("watch the event loop", meter.watch_loop())
+        async with self.open_metrics(meter), self.open_health():
             yield
 
 

@@ -252,7 +252,7 @@ async def serve_stateful(
             with meter.leading(0 if term is None else term.epoch):
                 yield registrations
 
-    async with settings.open_metrics(meter.render):
+    async with settings.open_metrics(meter):
         if settings.database is None:
             async with leading(None) as registrations:
                 server.add(*registrations)

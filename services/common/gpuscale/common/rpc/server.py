@@ -221,8 +221,7 @@ class Server:
         watcher = CallWatcher(limits, self._audit, meter) if watched else None
         self._connections = Connections()
         self._ports: list[int] = []
-        self._meter = meter
-        self._watches: list[asyncio.Task[None]] = []
+        self._watch: asyncio.Task[None] | None = None
         self._probed: grpc.aio.Server | None = None
         settings = GuardSettings(
             authenticator, self._calls, options.default_deadline, watcher, self._connections
@@ -318,10 +317,7 @@ class Server:
         await self._server.start()
         if self._probed is not None:
             await self._probed.start()
-        watches = {"watch connections": self._connections.watch(*self._ports)}
-        if self._meter is not None:
-            watches["watch the event loop"] = self._meter.watch_loop()
-        self._watches = [asyncio.create_task(watch, name=name) for name, watch in watches.items()]
+        self._watch = asyncio.create_task(self._connections.watch(*self._ports), name="watch connections")
 
     async def report(self, *, serving: bool) -> None:
         """Set the health of the services, SERVING by default; may be called before `start`.
@@ -358,10 +354,9 @@ class Server:
         await self._server.stop(HARD_STOP)
         if self._probed is not None:
             await self._probed.stop(None)
-        for watch in self._watches:
-            watch.cancel()
-        if self._watches:
-            await asyncio.wait(self._watches)
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.wait([self._watch])
         if self._audit is not None:
             await asyncio.to_thread(self._audit.close)
 

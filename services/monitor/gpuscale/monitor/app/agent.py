@@ -96,13 +96,11 @@ async def open_agent(
         async with (
             work.kept_in(settings.state_dir, clock.boot_id),
             AsyncExitStack() as stack,
-            settings.open_metrics(metrics.render),
+            settings.open_metrics(metrics),
             TaskScope() as tasks,
         ):
             stack.enter_context(metrics.showing(page.add))
             tasks.spawn("agent sampler", sampler.run())
-            if calls is None and settings.metrics_listen:  # else their server watches it
-                tasks.spawn("agent event loop", metrics.watch_loop())
             tasks.start("agent pods", pods.run())
             if fleet is not None:
                 faults = FaultLog()

@@ -109,7 +109,7 @@ async def open_fleet(
             keep = saver.save_recording
         stack.enter_context(metrics.showing(page.add))
         stack.enter_context(metrics.showing(partial(add_history, observing.history, saver, data_dir)))
-        await stack.enter_async_context(settings.open_metrics(metrics.render))
+        await stack.enter_async_context(settings.open_metrics(metrics))
         tasks = await stack.enter_async_context(TaskScope())
 
         async def sweep() -> None:
@@ -118,8 +118,6 @@ async def open_fleet(
                 nodes.sweep()
 
         tasks.spawn("fleet sweep", sweep())
-        if calls is None and settings.metrics_listen:  # else their server watches it
-            tasks.spawn("fleet event loop", metrics.watch_loop())
         tasks.spawn("fleet health", observing.run())
         signer = settings.signer()
         joined = join_servicer.Joined(None if signer is None or data_dir is None else data_dir / "joined")
