@@ -4,8 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 CORES := $(shell getconf _NPROCESSORS_ONLN)
-# Half of their time tests wait for real servers, so there are three more at a time than cores.
-WORKERS ?= $(shell expr $(CORES) + 3)
+# Half of their time tests wait for real servers, so there are two more at a time than cores.
+WORKERS ?= $(shell expr $(CORES) + 2)
 # What builds the image and saves it.
 ENGINE ?= docker
 # Where set, each of the hundreds of programs that the tests start would compile gpuscale anew.
