@@ -19,7 +19,7 @@ TTL, SHORT_TTL = 24.0, 12.0
 """Seconds of the leases; the short one where the link is cut for twice as long."""
 WINDOW = 4.0
 """Seconds in which all kills of a round begin."""
-TRUE_WITHIN, LOOKS = 10.0, 10
+TRUE_WITHIN, LOOKS = 15.0, 10
 """Seconds in which `get jobs` must say what is so, and how often it must be seen not to: on a busy machine that takes longer."""
 COMMAND = ("sh", "-c", "setsid sleep 7601 & sleep 7602; wait")
 _FIND = r"grep -saoE '(CUDA_VISIBLE_DEVICES|GPUSCALE_RESERVATION)=[[:graph:]]+' /proc/[0-9]*/environ | tr '\0' '\n'"
