@@ -238,7 +238,15 @@ async def serving_agent(
         chosen = AgentSettings.model_validate(merged)
         clock = clock or SystemClock()
         agent = open_agent(chosen, fleet=fleet, allocator=allocator, clock=clock, calls=calls)
-        yield await stack.enter_async_context(serve(*await stack.enter_async_context(agent)))
+        address = await stack.enter_async_context(serve(*await stack.enter_async_context(agent)))
+        if chosen.source == "simulated" and chosen.simulated_gpu_count:
+            stub: Any = monitor_api.AgentServiceStub(await stack.enter_async_context(open_channel(address)))
+            # On a busy machine the first snapshots may come before the GPUs were looked for.
+            await eventually(
+                lambda: stub.GetSnapshot(monitor_api.GetSnapshotRequest(), timeout=60),
+                lambda found: found.snapshot.gpus,
+            )
+        yield address
 
 
 @asynccontextmanager

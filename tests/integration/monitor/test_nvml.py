@@ -29,6 +29,7 @@ from gpuscale.monitor.model.readings import (
     ReadingStatus,
 )
 from tests.support.nvml_double import GIB, DoubleGpu, DoubleProcess, NvmlDouble, NvmlReturn, ProcessKind
+from tests.support.waiting import eventually
 
 
 def foreign_proc(folder: Path) -> Path:
@@ -484,7 +485,12 @@ async def test_events_go_on_after_a_driver_reload(nvml_double: NvmlDouble) -> No
             while gpus.collection.openings < 2 or gpus.problem():
                 await gpus.refresh(loop.time() + 1.0)
                 await asyncio.sleep(0.05)
-            nvml_double.raise_event(gpu=0, data=63)
-            assert (await events.get()).xid == 63
+
+            def heard() -> bool:  # nobody listens before the driver is open again
+                nvml_double.raise_event(gpu=0, data=63)
+                return not events.empty()
+
+            await eventually(heard)
+            assert events.get_nowait().xid == 63
     finally:
         await gpus.close()
