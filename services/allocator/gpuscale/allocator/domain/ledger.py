@@ -133,6 +133,11 @@ class Ledger:
                     yield one
             after = places[-1][0]
 
+    def live_since(self, fence: int) -> list[Reservation]:
+        """The live reservations with higher fences, oldest first, including those not on disk yet."""
+        order = self._by_fence[True]
+        return [self._live[key] for _, key in order[bisect_left(order, (fence + 1, "")) :]]
+
     def held_on(self, node: str) -> list[Reservation]:
         """The `reservations` that hold something on a node, without scanning all of them."""
         there = (self._live.get(one.id) for one in self.use.reservations(node))
@@ -247,14 +252,11 @@ class Ledger:
         wanted = replace(before.wanted, fence=self.fence, first=before.first_fence, limit=limit)
         after = replace(before, fence=self.fence, gpus=(), ttl=wait, deadline=now + wait, wanted=wanted)
         after.revoke_at, after.until, after.end_reason, after.job = None, None, "", before.job.again(ended)
-        del self._live[after.id]
         return self._put(after)
 
     def _hold_instead(self, after: Reservation) -> None:
-        """Replace a reservation and make it the newest: they are ordered by fence."""
         self.use.free(after.id)
         self.use.hold(after)
-        del self._live[after.id]
         self._put(after)
 
     def confirm(self, granted: Reservation) -> Reservation:

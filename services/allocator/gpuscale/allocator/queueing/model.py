@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from enum import StrEnum
 from heapq import nsmallest
-from itertools import islice, takewhile
+from itertools import islice
 from typing import NamedTuple
 
 from gpuscale.allocator.domain.accounting import DAY, GPU_HOUR, MonthlyUse, month_of
@@ -163,16 +163,16 @@ class QueueWorld:
         """
         live, now = self.ledger.live, self.now()
         if now >= self._order_until or not self._order_uses:
-            holding = [one for one in live.values() if one.wanted is None or not one.waiting]
-            self._order = [one.id for one in sorted(holding, key=due_at)]
+            self._order = [one.id for one in sorted(live.values(), key=due_at)]
             took = self.now() - now
             self._order_until = now + max(ORDER_KEPT, ORDER_REST * took)
             self._order_uses = 1 + len(live) // ORDER_PART
             self._order_fence = self.ledger.fence
         self._order_uses -= 1
-        yield from filter(None, map(live.get, self._order))
-        since = takewhile(lambda one: one.fence > self._order_fence, reversed(list(live.values())))
-        yield from (one for one in sorted(since, key=due_at) if not one.waiting)
+        known = filter(None, map(live.get, self._order))
+        yield from (one for one in known if one.fence <= self._order_fence and not one.waiting)
+        since = sorted(self.ledger.live_since(self._order_fence), key=due_at)
+        yield from (one for one in since if not one.waiting)
 
     def revocable(self) -> Sequence[LeaseTerms]:
         """The leases that are preemptible or revoked."""
