@@ -5,6 +5,7 @@ keeps a plain model of what must be true.
 """
 
 import asyncio
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -74,12 +75,13 @@ class LedgerMachine(RuleBasedStateMachine):
         count=st.integers(1, 3),
         milli=st.sampled_from([1, 400, 500, 1000]),
         ttl=st.floats(5, 100),
+        holder=st.sampled_from("ab"),
     )
-    def reserve(self, count: int, milli: int, ttl: float) -> Reservation | None:
+    def reserve(self, count: int, milli: int, ttl: float, holder: str) -> Reservation | None:
         free = [uuid for uuid in GPUS if 1000 - sum(self.expected_held.get(uuid, {}).values()) >= milli]
         self.requests += 1
-        wish = order(str(self.requests), ttl=ttl)
-        gpus = [reserved(uuid, milli=milli) for uuid in free[:count]]
+        wish = replace(order(str(self.requests), ttl=ttl), holder=holder)
+        gpus = [reserved(uuid, node=uuid[-1], milli=milli) for uuid in free[:count]]
         if len(free) < count:
             full = next((uuid for uuid in GPUS if uuid not in free), None)
             if full is not None:
@@ -199,7 +201,7 @@ class LedgerMachine(RuleBasedStateMachine):
         waits, free = self._current(one), [uuid for uuid in GPUS if uuid not in self.expected_held]
         if waits is None or not waits.live or waits.id in self.closings or not (waits.waiting and free):
             return
-        again = self.ledger.begin(waits.id, [reserved(free[0])], self.now, WALL, 0)
+        again = self.ledger.begin(waits.id, [reserved(free[0], node=free[0][-1])], self.now, WALL, 0)
         self.highest = self.ledger.fence
         self.the_forecast_has_each_lease_once()
         if fails:
@@ -207,15 +209,24 @@ class LedgerMachine(RuleBasedStateMachine):
         else:
             self.expected_held[free[0]] = {again.id: 1000}
 
-    @rule(size=st.integers(1, 4), ended=st.booleans(), odd=st.booleans())
-    def pages_show_each_once_by_age(self, size: int, ended: bool, odd: bool) -> None:
+    @rule(
+        size=st.integers(1, 4),
+        ended=st.booleans(),
+        odd=st.booleans(),
+        holder=st.sampled_from(["", "a", "b"]),
+        gpu_uuid=st.sampled_from(["", *GPUS]),
+        node=st.sampled_from(["", "0", "1"]),
+    )
+    def pages_show_each_once_by_age(self, size: int, ended: bool, odd: bool, **asked: str) -> None:
         records: Any = SimpleNamespace(
             ledger=self.ledger, archive=SimpleNamespace(page=_none), tokens=Tokens([1])
         )
+        wanted = RecordFilter(**asked)
         every = (one for one in self.ledger._reservations.values() if one.state is not State.PENDING)
-        fences = sorted(one.fence for one in every if (ended or one.live) and (not odd or one.fence % 2))
+        every = (one for one in every if one in wanted and (ended or one.live))
+        fences = sorted(one.fence for one in every if not odd or one.fence % 2)
         page = partial(
-            Records.list_reservations, records, RecordFilter(), ended=ended, page_size=size,
+            Records.list_reservations, records, wanted, ended=ended, page_size=size,
             keep=(lambda one: bool(one.fence % 2)) if odd else None,
         )  # fmt: skip
         found, token = list[int](), None

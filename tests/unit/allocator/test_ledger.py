@@ -4,9 +4,10 @@ import asyncio
 import hmac
 import re
 from base64 import urlsafe_b64decode
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import AsyncMock
 
 import pytest
@@ -14,8 +15,9 @@ import pytest
 from gpuscale.allocator.domain.ledger import RETENTION, Deadlines, Ledger, Tokens, rebased
 from gpuscale.allocator.domain.model import EndCause, Order, Reservation, State, moved
 from gpuscale.allocator.state.archive import RecordFilter
-from gpuscale.allocator.usecases.leases import Records, every
+from gpuscale.allocator.usecases.leases import Leases, Records, every
 from gpuscale.common import errors
+from gpuscale.common.security.auth import Principal, Role
 from tests.support.allocator_values import NOW, WALL, order, reserved
 
 
@@ -60,22 +62,61 @@ class Counted(dict[str, Reservation]):
         return super().get(*key)
 
 
+def counted(count: int, *, holders: int) -> tuple[Any, list[Reservation]]:
+    """What `Records` need, with so many reservations, each on a node of its own; every second one has ended."""
+    ledger, made = Ledger(), list[Reservation]()
+    for number in range(count):
+        wish = replace(order(), holder=f"h{number % holders}")
+        one = ledger.grant(wish, [reserved(f"GPU-{number}", node=f"n{number}")], now=NOW, wall=WALL)
+        made.append(ledger.confirm(one))
+        if number % 2:
+            ended(ledger, one)
+    ledger._reservations, ledger._live = Counted(ledger._reservations), Counted(ledger._live)
+    Counted.looked_at, archive = 0, SimpleNamespace(page=AsyncMock(return_value=((), 0)), recall=AsyncMock())
+    return SimpleNamespace(ledger=ledger, tokens=Tokens([1]), archive=archive), made
+
+
 @pytest.mark.parametrize("with_ended", [False, True])
 async def test_a_page_looks_at_what_is_on_it_however_many_there_are(*, with_ended: bool) -> None:
     for count in (100, 3000):
-        ledger, tokens = Ledger(), Tokens([1])
-        for number in range(count):
-            one = active(ledger, f"GPU-{number}")
-            if number % 2:
-                ended(ledger, one)
-        ledger._reservations, ledger._live = Counted(ledger._reservations), Counted(ledger._live)
-        archive = SimpleNamespace(page=AsyncMock(return_value=((), 0)))
-        records: Any = SimpleNamespace(ledger=ledger, tokens=tokens, archive=archive)
-        Counted.looked_at, after = 0, {"page_size": 10, "page_token": tokens.of_page(count // 2)}
+        records, _ = counted(count, holders=1)
+        after = {"page_size": 10, "page_token": records.tokens.of_page(count // 2)}
         page, _ = await Records.list_reservations(records, RecordFilter(), ended=with_ended, **after)
         step = 1 if with_ended else 2
         assert [one.fence for one in page] == [count // 2 + 1 + step * nth for nth in range(10)]
         assert Counted.looked_at == 11
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        RecordFilter(holder="h4"), RecordFilter(gpu_uuid="GPU-4"), RecordFilter(node="n4"),
+        RecordFilter(holder="h4", node="n4"), RecordFilter(holder="h5", node="n4"),
+    ],
+)  # fmt: skip
+async def test_a_page_of_a_holder_a_gpu_or_a_node_looks_at_nothing_else(wanted: RecordFilter) -> None:
+    for count in (100, 3000):
+        records, made = counted(count, holders=count // 2)
+        page, _ = await Records.list_reservations(records, wanted, ended=False, page_size=10, page_token="")
+        assert [one.id for one in page] == [one.id for one in made if one in wanted and one.live]
+        assert Counted.looked_at <= 6
+
+
+async def test_a_holder_is_kept_alive_without_a_look_at_others() -> None:
+    for count in (100, 3000):
+        records, made = counted(count, holders=count // 2)
+        changes, clock = (
+            SimpleNamespace(change=AsyncMock(return_value=None)),
+            SimpleNamespace(now=lambda: NOW),
+        )
+        leases = Leases(
+            records.ledger, cast("Any", changes), records.archive, cast("Any", clock), records.tokens
+        )
+        renewed = await leases.keep_alive([], "h4", Principal("ann", Role.OPERATOR, "user"))
+        assert [one.lease.id for one in renewed] == [
+            one.id for one in made if one.holder == "h4" and one.live
+        ]
+        assert Counted.looked_at <= 12
 
 
 async def test_all_pages_together_have_a_reservation_once_that_gets_a_new_fence_meanwhile() -> None:

@@ -99,7 +99,8 @@ class Ledger:
         """The reservations that hold GPUs, by id, including those not on disk yet."""
         self._by_request: dict[str, str] = {}
         self._ended: dict[str, None] = {}
-        self._by_fence: tuple[list[tuple[int, str]], ...] = [], []  # of the ended, of the live
+        self._by_fence: dict[tuple[bool, str], list[tuple[int, str]]] = {}
+        """By whether they live, and by holder, or "" for all."""
         self.use = Use()
         """What live reservations hold of GPUs and nodes; always current."""
         self._closing: dict[str, str] = {}  # why each ends
@@ -116,14 +117,23 @@ class Ledger:
             )
         return found
 
-    def reservations(self, *, ended: bool, after: int = 0) -> Iterator[Reservation]:
+    def reservations(
+        self, *, ended: bool, after: int = 0, holder: str = "", gpu: str = "", node: str = ""
+    ) -> Iterator[Reservation]:
         """The reservations on disk with fences above `after`, oldest first; with `ended`, ended ones too.
 
+        With `holder`, those of that one; of live ones, only those on a `gpu` (or an instance of it), or else on a `node`.
         They may come, go and change between two of them.
         """
         kept = self._reservations if ended else self._live
         while True:
-            starts = ((order, bisect_left(order, (after + 1, ""))) for order in self._by_fence[not ended :])
+            live = self._by_fence.get((True, holder), [])
+            if gpu or node:
+                names = self.use.holders(gpu) if gpu else self.use.node(node).reservations
+                there = (one for one in map(self._live.get, names) if one and holder in {"", one.holder})
+                live = sorted((one.fence, one.id) for one in there)
+            orders = live, self._by_fence.get((False, holder), [])
+            starts = ((order, bisect_left(order, (after + 1, ""))) for order in orders[: 1 + ended])
             places = sorted(place for order, at in starts for place in order[at : at + AT_ONCE])[:AT_ONCE]
             if not places:
                 return
@@ -135,14 +145,8 @@ class Ledger:
 
     def live_since(self, fence: int) -> list[Reservation]:
         """The live reservations with higher fences, oldest first, including those not on disk yet."""
-        order = self._by_fence[True]
+        order = self._by_fence.get((True, ""), [])
         return [self._live[key] for _, key in order[bisect_left(order, (fence + 1, "")) :]]
-
-    def held_on(self, node: str) -> list[Reservation]:
-        """The `reservations` that hold something on a node, without scanning all of them."""
-        there = (self._live.get(one.id) for one in self.use.reservations(node))
-        found = [one for one in there if one is not None and one.state is not State.PENDING]
-        return sorted(found, key=lambda one: one.fence)
 
     def knows(self, reservation_id: str = "", request_id: str = "") -> bool:
         """Whether a reservation is in memory, by its id or its request id."""
@@ -385,9 +389,7 @@ class Ledger:
         if dropped is None:
             return
         del self._by_request[dropped.request_id]
-        order, place = self._by_fence[dropped.live], (dropped.fence, dropped.id)
-        at = bisect_left(order, place)
-        del order[order.index(place, at, at + 1)]  # never another's: ValueError
+        self._displace(dropped)
         self._live.pop(one.id, None)
         self._ended.pop(one.id, None)
         self._granted_at.pop(one.id, None)
@@ -440,15 +442,21 @@ class Ledger:
             self._ended[reservation.id] = None
         if before is None or before.fence != reservation.fence or not live:
             if before is not None:
-                order, place = self._by_fence[True], (before.fence, before.id)
-                at = bisect_left(order, place)
-                if order[at : at + 1] != [place]:  # it had ended
-                    order = self._by_fence[False]
-                    at = bisect_left(order, place)
-                del order[order.index(place, at, at + 1)]  # never another's: ValueError
-            insort(self._by_fence[live], (reservation.fence, reservation.id))
+                self._displace(before)
+            place = reservation.fence, reservation.id
+            for holder in {"", reservation.holder}:
+                insort(self._by_fence.setdefault((live, holder), []), place)
         self._deadlines.add(reservation.id, due_at(reservation))
         return reservation
+
+    def _displace(self, one: Reservation) -> None:
+        place = one.fence, one.id
+        for holder in {"", one.holder}:
+            order = self._by_fence[one.live, holder]
+            at = bisect_left(order, place)
+            del order[order.index(place, at, at + 1)]  # never another's: ValueError
+            if not order:
+                del self._by_fence[one.live, holder]
 
 
 def due_at(reservation: Reservation) -> float:

@@ -517,6 +517,11 @@ class Use:
         """What is held of a GPU."""
         return self._gpus.get(uuid, FREE_GPU)
 
+    def holders(self, uuid: str) -> Collection[str]:
+        """The reservations that hold something of a GPU, or of an instance of it."""
+        there = (uuid, *self._instances.get(uuid, ()))
+        return dict.fromkeys(name for one in there for name in self.gpu(one).reservations)
+
     def on(self, gpu: Gpu) -> GpuUse:
         """What is held of a GPU, all of it if its parent GPU, or an instance of it, is held."""
         use = self._gpus.get(gpu.uuid, FREE_GPU)

@@ -43,17 +43,19 @@ _SEALED = [as_sealed(column) for column in _RESERVATION.columns]
 
 @dataclass(frozen=True, slots=True)
 class RecordFilter:
-    """Which reservations a reader wants: by holder, GPU (or an instance of it), and time; all by default."""
+    """Which reservations a reader wants: by holder, GPU (or an instance of it), time, and node; all by default."""
 
     holder: str = ""
     gpu_uuid: str = ""
     period: TimeRange = ANY_TIME
+    node: str = ""
 
     def __contains__(self, one: Reservation) -> bool:
         return (
             self.holder in {"", one.holder}
             and (not self.gpu_uuid or any(self.gpu_uuid in {gpu.uuid, gpu.parent} for gpu in one.gpus))
             and self.period.meets(one.created, one.ended)
+            and (not self.node or any(self.node == gpu.node for gpu in one.gpus))
         )
 
 

@@ -120,7 +120,7 @@ class Maintenance:
 
     def reservations(self, spot: Spot) -> list[Reservation]:
         """The reservations on a node or GPU, oldest first."""
-        return self._on(spot, self.ledger.held_on(spot.node))
+        return self._on(spot, self.ledger.reservations(ended=False, node=spot.node))
 
     def holders(self, spot: Spot) -> list[Reservation]:
         """Like `reservations`, including those that are not on disk yet."""

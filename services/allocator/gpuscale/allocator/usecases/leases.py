@@ -63,8 +63,8 @@ class Leases:
 
         A lease that cannot be renewed does not affect the others.
         """
-        live = self.ledger.reservations(ended=False) if holder else ()
-        own = [one for one in live if one.holder == holder and one.is_of(caller.name)]
+        live = self.ledger.reservations(ended=False, holder=holder) if holder else ()
+        own = [one for one in live if one.is_of(caller.name)]
         wanted = dict.fromkeys((*leases, *(LeaseClaim(one.id, one.fence) for one in own)))
         await self._recall(wanted)
         before: list[Reservation] = []
@@ -242,7 +242,10 @@ class Records:
         most, last = page_limit(page_size), 0
         after = self.tokens.fence_of_page(page_token) if page_token else 0
         chosen: dict[str, Reservation] = {}
-        async with aclosing(in_slices(self.ledger.reservations(ended=ended, after=after), AT_ONCE)) as rest:
+        known = self.ledger.reservations(
+            ended=ended, after=after, holder=wanted.holder, gpu=wanted.gpu_uuid, node=wanted.node
+        )
+        async with aclosing(in_slices(known, AT_ONCE)) as rest:
             async for one in rest:
                 if one in wanted and (keep is None or keep(one)):
                     chosen[one.id] = one
