@@ -4,12 +4,14 @@ import json
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from unittest.mock import patch
 from uuid import uuid4
 
 import grpc
 import pytest
 
 from gpuscale.allocator.domain.ledger import RETENTION
+from gpuscale.allocator.servicers.servicer import AllocatorServicer
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.common import errors
 from gpuscale.common.security.auth import Context, Metadata, Principal, Role
@@ -41,6 +43,16 @@ async def test_lists_come_in_pages_filtered_and_sorted_and_their_tokens_are_boun
         odd = 'holder = "holder-1" OR state = RELEASED'
         assert await names(filter=odd) == [made[1].name, made[3].name]
         assert await names(filter=odd, show_ended=True) == [made[index].name for index in (0, 1, 3)]
+        on_gpu = f'gpus.node:n0 AND gpus.uuid:"{made[3].gpus[0].uuid}"'
+        for one in (on_gpu, f"{on_gpu} AND holder = holder-1"):
+            looks = patch.object(
+                AllocatorServicer, "_shown", autospec=True, side_effect=AllocatorServicer._shown
+            )
+            with looks as shown:
+                assert await names(filter=one) == [made[3].name]
+            assert {call.args[1].id for call in shown.mock_calls} == {
+                made[3].name.removeprefix("reservations/")
+            }
         by_holder = await names(order_by="holder desc, create_time desc")
         assert by_holder == [made[index].name for index in (3, 1, 4, 2)]
         ordered: dict[str, object] = {"order_by": "fence", "page_size": 2}

@@ -10,7 +10,7 @@ from gpuscale.api.allocator import v1 as api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.common import filters, wire
 from gpuscale.common.errors import InvalidArgumentError
-from gpuscale.common.filters import compile_filter, compile_order, listed
+from gpuscale.common.filters import compile_filter, compile_order, listed, required_texts
 
 HELD = api.Reservation(
     name="reservations/a",
@@ -23,6 +23,10 @@ HELD = api.Reservation(
     labels={"team": "vision", "a.b/c": "", "app-name": "x"},
     usage=api.ReservationUsage(idle=False),
 )
+TEXTS = {
+    "name": {HELD.name}, "holder": {HELD.holder}, "gpus.node": {one.node for one in HELD.gpus},
+    "labels": {*HELD.labels}, **{f"labels.{key}": {value} for key, value in HELD.labels.items()},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -47,6 +51,14 @@ HELD = api.Reservation(
 )  # fmt: skip
 def test_a_reservation_meets(text: str) -> None:
     assert compile_filter(text, api.Reservation)(HELD)
+    for path, value in required_texts(text, api.Reservation).items():
+        assert value in TEXTS[path]
+
+
+def test_what_a_filter_requires_is_told_for_an_index() -> None:
+    text = 'holder = "a b" AND (fence = 1 OR name = n) AND gpus.node:n1 AND tenant != t AND gpus.uuid:G* AND NOT name = n'
+    assert required_texts(text, api.Reservation) == {"holder": "a b", "gpus.node": "n1"}
+    assert not required_texts("tenant = t OR holder = a OR holder = b", api.Reservation)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import math
 import operator
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from operator import itemgetter
@@ -49,6 +49,17 @@ def compile_filter(text: str, of: type[Message], field: str = "filter") -> Test:
     Raises InvalidArgumentError: invalid filter; the error names the field and the position.
     """
     return _Parser(text, of, field).filter() if text.strip() else lambda _: True
+
+
+def required_texts(text: str, of: type[Message]) -> Mapping[str, str]:
+    """The texts, by the paths of their fields as written, that what meets a filter has; there may be more. Raises as `compile_filter`.
+
+    An index may use them: what has others cannot meet the filter.
+    """
+    parser = _Parser(text, of, "filter")
+    if text.strip():
+        parser.filter()
+    return parser.required
 
 
 def compile_order(text: str, of: type[Message]) -> Callable[[Any], tuple["SortValue", ...]]:
@@ -92,6 +103,8 @@ class _Parser:
         self._text, self._field = text, field
         self._of: Any = of.DESCRIPTOR  # the stubs have two classes for it
         self._start = self._at = 0  # positions of the last token, and of the next
+        self.required: dict[str, str] = {}
+        self._whole: str | None = None  # the text that the last value has to equal, if it has to
 
     def filter(self) -> Test:
         test = self._all(0)
@@ -115,9 +128,10 @@ class _Parser:
         return tests[0] if len(tests) == 1 else lambda message: all(test(message) for test in tests)
 
     def _any(self, depth: int) -> Test:
-        tests = [self._one(depth)]
+        required, tests = self.required.copy(), [self._one(depth)]
         while self._take(r"OR\b"):
             tests.append(self._one(depth))
+            self.required = required.copy()
         return tests[0] if len(tests) == 1 else lambda message: any(test(message) for test in tests)
 
     def _one(self, depth: int) -> Test:
@@ -131,13 +145,15 @@ class _Parser:
             if self._take(r"\)") is None:
                 raise self._wrong("expected AND, OR or )")
             return test
-        field = self._path()
-        sign = self._take(r"[<>!]=|[<>=:]")
+        at, field = self._at, self._path()
+        name, sign = self._text[at : self._at].strip(), self._take(r"[<>!]=|[<>=:]")
         if sign is None:
             raise self._wrong("expected one of = != < <= > >= :")
         if field.several and sign != ":":
             raise self._wrong("what a list or map has is asked with :")
         negated, test = sign == "!=", self._value_test(field, sign.replace("!=", "="))
+        if self._whole is not None and not (negated or depth):
+            self.required[name] = self._whole
         return lambda message: negated != any(test(value) for value in field.read(message))
 
     def _path(self) -> _Path:
@@ -179,7 +195,7 @@ class _Parser:
         raw = self._take(rf'{_QUOTED}|[^\s"(),<>=!]+')
         if raw is None:
             raise self._wrong("expected a value")
-        text, leaf = raw[1:-1] if raw[0] == '"' else raw, field.leaf
+        text, leaf, self._whole = raw[1:-1] if raw[0] == '"' else raw, field.leaf, None
         if sign == ":" and text == "*":
             return (lambda _: True) if field.certain else bool
         if leaf.type == FieldDescriptor.TYPE_STRING and sign in "=:":
@@ -191,6 +207,7 @@ class _Parser:
             inner = "".join(piece[-1] for piece in pieces[before - part : len(pieces) - (after - part)])
             if before:
                 return lambda value: inner in value if after else value.endswith(inner)
+            self._whole = None if after else inner
             return lambda value: value.startswith(inner) if after else value == inner
         if leaf.type in {FieldDescriptor.TYPE_ENUM, FieldDescriptor.TYPE_BOOL} and sign not in "=:":
             raise self._wrong("this field is asked with = or !=", self._start)

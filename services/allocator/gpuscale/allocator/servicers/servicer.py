@@ -22,7 +22,7 @@ from gpuscale.allocator.usecases.restarting import Restarting
 from gpuscale.api.allocator import v1 as api
 from gpuscale.common import names, wire
 from gpuscale.common.errors import InvalidArgumentError, PermissionDeniedError
-from gpuscale.common.filters import compile_filter, listed_in_turns
+from gpuscale.common.filters import compile_filter, listed_in_turns, required_texts
 from gpuscale.common.rpc.feed import FeedView, ResourceFeed
 from gpuscale.common.rpc.status import PROBLEM_KEY
 from gpuscale.common.rpc.validation import contradictions, validate
@@ -189,9 +189,11 @@ class AllocatorServicer(api.AllocatorServiceServicer):
         if Store.problem or Store.slow:
             _tell_problem(context)
         meets = compile_filter(request.filter, api.Reservation)
+        required = required_texts(request.filter, api.Reservation)
+        holder, gpu, node = (required.get(path, "") for path in ("holder", "gpus.uuid", "gpus.node"))
         list_page = partial(
             self.records.list_reservations,
-            RecordFilter(request.holder, request.gpu_uuid, wire.asked_period(request)),
+            RecordFilter(request.holder or holder, request.gpu_uuid or gpu, wire.asked_period(request), node),
             ended=request.show_ended,
             keep=(lambda one: meets(self._shown(one))) if request.filter and not request.order_by else None,
         )
