@@ -10,7 +10,7 @@ from gpuscale.common.wire import to_duration
 from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.fleet.record import to_node
-from gpuscale.monitor.health.checks import HOLDS, HealthCheck, results
+from gpuscale.monitor.health.checks import HOLDS, MOST_REPLAYS_PER_MINUTE, HealthCheck, results
 from gpuscale.monitor.observing.health_servicer import EVERY_SECONDS, HealthWatch, facts_of, looks_well
 from gpuscale.monitor.state.saver import event_from_text, event_to_text
 from gpuscale.monitor.wire import Change, Picture
@@ -153,6 +153,16 @@ def test_what_a_check_compares_with_before_is_looked_at_twice_a_minute(site: Sit
     assert checks_told(site) == {HealthCheck.NVLINK_DOWN}
 
 
+def test_packets_sent_again_count_from_the_last_quiet_look_however_long_it_was_quiet(site: Site) -> None:
+    one = gpu("GPU-1")
+    one.reading.pcie_replay_count = 5
+    site.send(one)
+    pass_quietly(site, 20 * EVERY_SECONDS)
+    assert site.change(0, pcie_replay_count=5.0 + 2 * MOST_REPLAYS_PER_MINUTE)
+    pass_quietly(site, 2 * EVERY_SECONDS)
+    assert checks_told(site) == {HealthCheck.PCIE_REPLAY}
+
+
 def test_nodes_that_came_together_are_looked_at_closely_in_turn(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,7 +193,7 @@ def pass_quietly(site: Site, seconds: float) -> None:
     """Let time pass with a change each second that no check needs."""
     for second in range(int(seconds)):
         site.clock.advance(1.0)
-        assert site.change(0, utilization_percent=float(second))
+        assert site.change(0, utilization_percent=float(second % 100))
 
 
 def checks_told(site: Site) -> set[HealthCheck]:

@@ -80,6 +80,10 @@ class HealthRegister:
         known = self._nodes.get(node)
         return known.gpus.keys() if known is not None else ()
 
+    def pasts(self, node: str) -> Mapping[str, checks.Past]:
+        """The pasts of the GPUs of a node that were checked, by lower-case UUID."""
+        return self._node(node).pasts
+
     def shown(self, node: str, boot_id: str, uuids: Collection[str], now: float, problem: str = "") -> None:
         """Take in the lower-case UUIDs of a node's GPUs, its boot, and why it cannot read GPUs."""
         known = self._node(node)

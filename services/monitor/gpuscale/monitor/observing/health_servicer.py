@@ -80,6 +80,20 @@ def looks_well(gpu: types_api.Gpu) -> bool:
     )
 
 
+def is_as_before(gpu: types_api.Gpu, past: checks.Past | None, now: float) -> bool:
+    """Whether no check that compares with the past can find anything; counts of that past then begin anew, as after a check."""
+    reading = gpu.reading
+    if (
+        past is None
+        or past.replays != reading.pcie_replay_count
+        or past.most_links != reading.nvlink_active_count
+    ):
+        return False
+    if now - past.replays_at >= checks.REPLAY_WINDOW_SECONDS:
+        past.replays_at = now
+    return True
+
+
 EVERY_SECONDS = 30.0
 """How often all checks of a GPU that looks well are made: the readings they compare are read no more often."""
 
@@ -119,13 +133,14 @@ class HealthWatch:
         if every or register.eventful(node) or change is None or change.touches(WATCHED_FIELDS):
             # Of every GPU, or of changed ones that do not look well or have events.
             places = None if every or change is None else change.changed_places()
-            gpus = picture.snapshot.gpus
-            changed = gpus if places is None else [gpus[place] for place in places]
-            eventful = register.eventful(node)
+            gpus, uuids = picture.snapshot.gpus, picture.uuids
+            eventful, pasts = register.eventful(node), register.pasts(node)
             facts = {
-                gpu.uuid: facts_of(gpu)
-                for gpu in changed
-                if every or not looks_well(gpu) or (eventful and gpu.uuid.lower() in eventful)
+                gpus[place].uuid: facts_of(gpus[place])
+                for place in (range(len(uuids)) if places is None else places)
+                if not looks_well(gpus[place])
+                or uuids[place] in eventful
+                or (every and not is_as_before(gpus[place], pasts.get(uuids[place]), now))
             }
             if facts:
                 register.observe(node, facts, now)
