@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from gpuscale.allocator.app import open_allocator
@@ -34,6 +34,20 @@ Reservation = allocator_api.Reservation
 ASK_FIELDS = frozenset(allocator_api.Ask.DESCRIPTOR.fields_by_name)
 
 
+def reserve_request(
+    count: int = 1, *, ttl: float | None = None, memory: int | None = None, **fields: object
+) -> allocator_api.ReserveRequest:
+    """A request of an id of its own; `memory` is in MiB, further fields are those of the request or of its ask."""
+    of_ask = {name: fields.pop(name) for name in ASK_FIELDS & fields.keys()}
+    if memory is not None:
+        of_ask["min_memory_bytes"] = memory * MIB
+    return allocator_api.ReserveRequest(
+        ask=allocator_api.Ask(gpu_count=count, **of_ask),
+        ttl=None if ttl is None else to_duration(ttl),
+        **({"request_id": str(uuid4()), "holder": "test"} | fields),
+    )
+
+
 @dataclass
 class Client:
     """Calls an allocator in the words of a test; failures are errors of the tree."""
@@ -41,25 +55,9 @@ class Client:
     stub: "AllocatorServiceAsyncStub"
     timeout: float = 10.0
 
-    async def reserve(
-        self,
-        count: int = 1,
-        *,
-        request_id: str | None = None,
-        ttl: float | None = None,
-        memory: int | None = None,
-        **fields: object,
-    ) -> Reservation:
-        """Reserve; `memory` is in MiB, further fields are those of the request or of its ask."""
-        own = {name: value for name, value in fields.items() if name not in ASK_FIELDS}
-        of_ask = {name: value for name, value in fields.items() if name in ASK_FIELDS}
-        bytes_ = None if memory is None else memory * MIB
-        request = allocator_api.ReserveRequest(
-            request_id=request_id or str(uuid4()),
-            ask=allocator_api.Ask(gpu_count=count, min_memory_bytes=bytes_, **of_ask),
-            ttl=None if ttl is None else to_duration(ttl),
-            **({"holder": "test"} | own),
-        )
+    async def reserve(self, count: int = 1, **fields: Any) -> Reservation:
+        """Make a `reserve_request`."""
+        request = reserve_request(count, **fields)
         with rpc_errors():
             return (await self.stub.Reserve(request, timeout=self.timeout)).reservation
 
@@ -122,7 +120,7 @@ class Client:
 
     async def _answers(self) -> bool:
         try:
-            await self.reserve(4096, request_id=str(uuid4()))
+            await self.reserve(4096)
         except errors.GpuscaleError as error:
             if isinstance(error, (errors.UnavailableError, errors.DeadlineExceededError)):
                 raise
@@ -199,6 +197,11 @@ async def allocator_client(
             retry_on=(errors.UnavailableError,),
         )
         yield client
+
+
+async def reread(client: AsyncClient, name: str) -> Reservation:
+    """A reservation as it is now."""
+    return (await client.allocator.GetReservation(allocator_api.GetReservationRequest(name=name))).reservation
 
 
 async def release(client: AsyncClient, one: Reservation) -> None:

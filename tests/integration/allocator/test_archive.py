@@ -26,7 +26,7 @@ from gpuscale.common import errors
 from gpuscale.common.runtime import tasks
 from gpuscale.common.secrets import SecretUrl
 from gpuscale.common.wire import to_timestamp
-from tests.support.allocator import Client, Reservation, running
+from tests.support.allocator import Client, Reservation, reserve_request, running
 from tests.support.allocator_values import NOW, WALL, order, reserved
 from tests.support.clock import ManualClock
 from tests.support.fake_fleet import FakeFleet, node_message
@@ -73,9 +73,7 @@ async def spent(client: Client, count: int, holder: str = "test") -> list[Reserv
 
 async def batch(client: Client, *request_ids: str) -> list[str]:
     """The names of what is granted for them, a GPU each, in one call."""
-    asked = [
-        api.ReserveRequest(request_id=one, holder="test", ask=api.Ask(gpu_count=1)) for one in request_ids
-    ]
+    asked = [reserve_request(request_id=one) for one in request_ids]
     answer = await client.stub.BatchReserve(api.BatchReserveRequest(requests=asked), timeout=60)
     return [one.name for one in answer.reservations]
 

@@ -27,7 +27,7 @@ from gpuscale.common import wire
 from gpuscale.common.rpc import feed
 from gpuscale.common.runtime.tasks import SystemClock
 from gpuscale.common.security.auth import Authenticator
-from tests.support.allocator import allocator
+from tests.support.allocator import allocator, reread, reserve_request
 from tests.support.fake_fleet import FakeFleet, NodeState, node_message, serving
 from tests.support.tokens import token, write_tokens
 from tests.support.waiting import eventually
@@ -117,12 +117,8 @@ async def becomes(client: AsyncClient, name: str, state: State.ValueType) -> api
 
 
 async def until(meets: Callable[[api.Reservation], bool], client: AsyncClient, name: str) -> api.Reservation:
-    async def met() -> bool:
-        request = api.GetReservationRequest(name=name)
-        return meets((await client.allocator.GetReservation(request)).reservation)
-
-    await eventually(met)
-    return (await client.allocator.GetReservation(api.GetReservationRequest(name=name))).reservation
+    await eventually(lambda: reread(client, name), meets)
+    return await reread(client, name)
 
 
 async def test_what_is_booked_is_kept_free_of_what_would_run_into_it(
@@ -213,19 +209,8 @@ async def test_a_claim_waits_for_the_start_and_a_step_of_the_clock_ends_no_lease
         with pytest.raises(FailedPreconditionError, match="begins") as early:
             await ann.reserve(1, booking=made.name)
         assert early.value.reason == "BOOKING_NOT_OPEN"
-        stream = ann.allocator.ReserveAndWatch(
-            api.ReserveAndWatchRequest(
-                reserve=api.ReserveRequest(
-                    request_id=str(uuid4()),
-                    holder="me",
-                    ask=api.Ask(gpu_count=1),
-                    booking=made.name,
-                    wait=wire.to_duration(60),
-                    ttl=wire.to_duration(7 * DAY),
-                )
-            ),
-            timeout=30,
-        )
+        claim = reserve_request(booking=made.name, wait=wire.to_duration(60), **WEEK)
+        stream = ann.allocator.ReserveAndWatch(api.ReserveAndWatchRequest(reserve=claim), timeout=30)
         news = aiter(stream)
         place = (await anext(news)).waiting
         assert place.reason == api.NoRoomReason.NO_ROOM_REASON_BOOKING_NOT_OPEN

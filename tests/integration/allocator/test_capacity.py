@@ -3,7 +3,6 @@
 import asyncio
 import re
 from pathlib import Path
-from uuid import uuid4
 
 import pytest
 
@@ -11,7 +10,7 @@ from gpuscale.api.allocator import v1 as api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.client import AsyncClient, InvalidArgumentError, NotFoundError, UnavailableError, connect_async
 from gpuscale.common.wire import enum_word, seconds, to_duration
-from tests.support.allocator import MIB, allocator, allocator_client, release
+from tests.support.allocator import MIB, allocator, allocator_client, release, reserve_request
 from tests.support.fake_fleet import FakeFleet, NodeState, gpu_message, node_message, serving
 
 
@@ -75,9 +74,7 @@ async def test_without_telemetry_nothing_is_claimed(tmp_path: Path) -> None:
             check(client, ask),
             wait(client, ask, 5),
             explain(client, ask),
-            client.allocator.Reserve(
-                api.ReserveRequest(request_id=str(uuid4()), holder="me", ask=ask), timeout=60
-            ),
+            client.allocator.Reserve(reserve_request(), timeout=60),
             client.capacity.RankNodes(api.RankNodesRequest()),
             client.capacity.PlanRebalance(api.PlanRebalanceRequest()),
             client.capacity.PlanRebalance(api.PlanRebalanceRequest(ask=ask)),

@@ -28,7 +28,7 @@ from gpuscale.client import (
 from gpuscale.common.runtime import tasks
 from gpuscale.common.security.auth import Authenticator
 from gpuscale.common.wire import to_datetime, to_duration
-from tests.support.allocator import allocator, allocator_client, calling
+from tests.support.allocator import allocator, allocator_client, calling, reread
 from tests.support.clock import ManualClock
 from tests.support.fake_fleet import FakeFleet, gpu_message, node_message, serving
 from tests.support.tokens import token, write_tokens
@@ -59,10 +59,6 @@ async def drain(client: AsyncClient, name: str, grace: float, reason: str = "") 
 
 async def cordons(client: AsyncClient) -> list[api.Cordon]:
     return list((await client.nodes.ListCordons(api.ListCordonsRequest())).cordons)
-
-
-async def state_of(client: AsyncClient, name: str) -> api.Reservation:
-    return (await client.allocator.GetReservation(api.GetReservationRequest(name=name))).reservation
 
 
 async def test_nothing_new_is_placed_on_what_is_cordoned(tmp_path: Path) -> None:
@@ -134,7 +130,7 @@ async def test_a_cordon_of_a_gpu_covers_its_mig_instances(tmp_path: Path) -> Non
         await uncordon(client, "nodes/n0/gpus/mig-1")
         answer = await drain(client, PARENT, grace=3600)
         assert [one.name for one in answer.reservations] == [held.name]
-        assert (await state_of(client, held.name)).HasField("revoke_time")
+        assert (await reread(client, held.name)).HasField("revoke_time")
         check = await client.capacity.CheckAvailability(api.CheckAvailabilityRequest(ask=one_part))
         assert not check.available
         assert "cordoned" in check.message
@@ -143,7 +139,7 @@ async def test_a_cordon_of_a_gpu_covers_its_mig_instances(tmp_path: Path) -> Non
         ranked = (await client.capacity.RankNodes(api.RankNodesRequest())).nodes
         assert {one.name: one.idle_gpu_count for one in ranked}[N0] == 0
         await uncordon(client, PARENT)
-        assert not (await state_of(client, held.name)).HasField("revoke_time")
+        assert not (await reread(client, held.name)).HasField("revoke_time")
         assert (await client.reserve(1, "me", mig_profile="1g.10gb", min_memory="0")).gpus
 
 
@@ -163,7 +159,7 @@ async def test_a_drain_of_a_gpu_tells_who_holds_an_instance_of_it_since_before_t
     async with allocator_client(tmp_path, divided()) as client:
         answer = await drain(client, PARENT, grace=3600)
         assert [one.name for one in answer.reservations] == [held.name]
-        assert (await state_of(client, held.name)).HasField("revoke_time")
+        assert (await reread(client, held.name)).HasField("revoke_time")
 
 
 async def test_a_drain_ends_what_is_left_at_its_deadline(tmp_path: Path) -> None:
@@ -174,12 +170,12 @@ async def test_a_drain_ends_what_is_left_at_its_deadline(tmp_path: Path) -> None
         assert [one.name for one in found.reservations] == [there.name]
         assert found.reservations[0].end_reason == "nodes/n0 is drained: fan"
         assert found.reservations[0].revoke_time == found.cordon.drain_deadline
-        await eventually(lambda: state_of(client, there.name), lambda found: found.state == CANCELLED)
-        last = await state_of(client, there.name)
+        await eventually(lambda: reread(client, there.name), lambda found: found.state == CANCELLED)
+        last = await reread(client, there.name)
         assert (last.end_reason, last.HasField("revoke_time")) == ("nodes/n0 is drained: fan", False)
         with pytest.raises(FailedPreconditionError):
             await there.renew()
-        assert (await state_of(client, elsewhere.name)).state == api.Reservation.STATE_ACTIVE
+        assert (await reread(client, elsewhere.name)).state == api.Reservation.STATE_ACTIVE
         assert [list(one.reservations) for one in await cordons(client)] == [[]]
 
 
@@ -205,7 +201,7 @@ async def test_a_drain_reaches_a_grant_that_is_being_written(
         go.set()
         there = await granted
         assert [one.name for one in (await drained).reservations] == [there.name]
-        assert (await state_of(client, there.name)).end_reason == f"{N1} is drained"
+        assert (await reread(client, there.name)).end_reason == f"{N1} is drained"
 
 
 async def test_lifting_a_cordon_gives_no_time_to_who_has_to_leave_for_another_reason(tmp_path: Path) -> None:
@@ -280,7 +276,7 @@ async def test_what_an_admin_drains_no_operator_lifts_or_rewrites(tmp_path: Path
 
 async def told(client: AsyncClient, name: str, clock: ManualClock) -> tuple[str, float | None]:
     """Why a reservation is to be taken away, and in how many seconds."""
-    one = (await client.allocator.GetReservation(api.GetReservationRequest(name=name))).reservation
+    one = await reread(client, name)
     if not one.HasField("revoke_time"):
         return one.end_reason, None
     return one.end_reason, (to_datetime(one.revoke_time) - clock.wall()) / timedelta(seconds=1)

@@ -9,7 +9,6 @@ from pathlib import Path
 from statistics import median
 from types import FrameType
 from typing import Any
-from uuid import uuid4
 
 import pytest
 
@@ -21,7 +20,7 @@ from gpuscale.common.rpc.server import Server
 from gpuscale.common.rpc.status import REQUEST_ID_KEY, ROLE_KEY, VERSION_KEY, VIA_KEY
 from gpuscale.gateway.main import open_gateway
 from gpuscale.gateway.settings import GatewaySettings
-from tests.support.allocator import Client, allocator, calling
+from tests.support.allocator import Client, allocator, calling, reserve_request
 from tests.support.fake_fleet import FakeFleet, node_message, serving
 
 OUTERMOST = "_answer"
@@ -76,8 +75,7 @@ async def asked_and_released(client: Client) -> None:
 
 
 async def shares_asked_and_released(client: Client) -> None:
-    ask = api.Ask(gpu_count=1, gpu_milli=50, min_memory_bytes=0)
-    asked = [api.ReserveRequest(request_id=str(uuid4()), holder="test", ask=ask) for _ in range(SHARES)]
+    asked = [reserve_request(gpu_milli=50, memory=0) for _ in range(SHARES)]
     made = await client.stub.BatchReserve(api.BatchReserveRequest(requests=asked))
     given = [api.ReleaseReservationRequest(name=one.name, fence=one.fence) for one in made.reservations]
     await client.stub.BatchRelease(api.BatchReleaseRequest(requests=given))

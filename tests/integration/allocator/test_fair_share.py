@@ -2,7 +2,6 @@
 
 import asyncio
 from pathlib import Path
-from uuid import uuid4
 
 import pytest
 
@@ -12,13 +11,12 @@ from gpuscale.api.allocator import v1 as api
 from gpuscale.client import AsyncClient
 from gpuscale.common import wire
 from tests.integration.allocator.test_bookings import HOUR, WEEK, MovedClock, fleet, site
+from tests.support.allocator import release, reserve_request
 from tests.support.waiting import eventually
 
 
 async def waits(client: AsyncClient) -> api.Reservation:
-    request = api.ReserveRequest(
-        request_id=str(uuid4()), holder="me", ask=api.Ask(gpu_count=1), wait=wire.to_duration(30)
-    )
+    request = reserve_request(wait=wire.to_duration(30))
     return (await client.allocator.Reserve(request, timeout=30)).reservation
 
 
@@ -53,8 +51,7 @@ async def test_who_held_more_waits_longer_where_the_past_counts(
         done, later, client = (second, first, bob) if half_life else (first, second, ann)
         granted = await done
         assert not later.done()
-        release = api.ReleaseReservationRequest(name=granted.name, fence=granted.fence)
-        await client.allocator.ReleaseReservation(release)
+        await release(client, granted)
         await later
 
 

@@ -2,7 +2,6 @@
 
 from datetime import timedelta
 from pathlib import Path
-from uuid import uuid4
 
 import pytest
 
@@ -12,7 +11,7 @@ from gpuscale.api.allocator import v1 as api
 from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError, ResourceExhaustedError
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.wire import seconds, to_duration, to_timestamp
-from tests.support.allocator import Client, Reservation, running
+from tests.support.allocator import Client, Reservation, reserve_request, running
 from tests.support.clock import ManualClock
 from tests.support.fake_fleet import FakeFleet, node_message
 from tests.support.waiting import eventually
@@ -134,14 +133,12 @@ def test_the_exit_code_is_that_of_the_member_that_failed_by_itself(
 
 
 def keeping(**fields: object) -> api.ReserveRequest:
-    ask = api.Ask(gpu_count=8)
-    request = {"request_id": str(uuid4()), "holder": "test", "wait": to_duration(600), "job": TRAIN}
-    return api.ReserveRequest(ask=ask, **(request | {"keep_place": True} | fields))
+    return reserve_request(8, **({"wait": to_duration(600), "job": TRAIN, "keep_place": True} | fields))
 
 
 async def test_a_place_that_is_kept_outlives_caller_and_allocator_and_is_granted_once(tmp_path: Path) -> None:
     clock = ManualClock()
-    request = keeping(ttl=to_duration(60))
+    request = keeping(ttl=60)
     async with running(tmp_path, fleet(), clock=clock) as client:
         held = await client.reserve(8)
         placed = await client.stub.Reserve(request)

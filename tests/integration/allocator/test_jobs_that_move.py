@@ -14,19 +14,14 @@ from gpuscale.client import AsyncClient, FailedPreconditionError, InvalidArgumen
 from gpuscale.common.errors import ResourceExhaustedError
 from gpuscale.common.names import node_of
 from gpuscale.common.wire import seconds, to_duration, to_timestamp
-from tests.integration.allocator.test_rebalancing import gang, hold, in_line, seen, stays, told
-from tests.support.allocator import allocator_client, release
+from tests.integration.allocator.test_rebalancing import AT_ONCE, fleet, gang, hold, in_line, stays, told
+from tests.support.allocator import allocator_client, release, reread
 from tests.support.clock import ManualClock
 from tests.support.fake_fleet import FakeFleet, node_message
 from tests.support.waiting import eventually
 
-AT_ONCE: dict[str, Any] = {"preemption_min_runtime_seconds": 0}
 WAITS = api.Reservation.STATE_WAITING
 START = to_timestamp(datetime(2026, 1, 1, tzinfo=UTC))
-
-
-def fleet() -> FakeFleet:
-    return FakeFleet(node_message("n0", count=2), node_message("n1", count=2))
 
 
 async def job(client: AsyncClient, nodes: tuple[str, ...] = ("n0", "n1"), **fields: Any) -> api.Reservation:
@@ -50,7 +45,7 @@ async def left(client: AsyncClient, one: api.Reservation, attempt: int = 1) -> a
 
 async def begun(client: AsyncClient, one: api.Reservation) -> api.Reservation | None:
     """The reservation once it has GPUs again."""
-    found = await seen(client, one)
+    found = await reread(client, one.name)
     return found if found.state == api.Reservation.STATE_ACTIVE and found.job.attempt > 1 else None
 
 
@@ -152,7 +147,7 @@ async def test_a_job_whose_node_is_drained_waits_for_another(tmp_path: Path) -> 
         await client.nodes.DrainNode(api.DrainNodeRequest(name="nodes/n0", grace=to_duration(300)))
         await eventually(partial(told, client, made))
         assert (await left(client, made)).state == WAITS
-        found = await seen(client, made)
+        found = await reread(client, made.name)
         assert (found.job.state, found.job.queue_position) == (api.Job.STATE_WAITING, 0)
         await client.nodes.UncordonNode(api.UncordonNodeRequest(name="nodes/n0"))
         now = await eventually(partial(begun, client, made))
@@ -180,8 +175,7 @@ async def test_what_each_attempt_used_is_accounted_for(tmp_path: Path) -> None:
         now = await eventually(partial(begun, client, made))
         assert now.limit_time == made.limit_time
         clock.advance(50)
-        ends = api.ReleaseReservationRequest(name=now.name, fence=now.fence)
-        await client.allocator.ReleaseReservation(ends)
+        await release(client, now)
         found = await client.usage.GetReservationUsage(api.GetReservationUsageRequest(name=made.name))
         [gpu] = found.gpus
         assert (seconds(gpu.granted), found.end_cause) == (150, api.Reservation.END_CAUSE_RELEASED)

@@ -1,7 +1,6 @@
 """What holders do with several leases at once: batches, the keep-alive stream, and the watch."""
 
 from pathlib import Path
-from uuid import uuid4
 
 import pytest
 
@@ -15,15 +14,9 @@ from gpuscale.common.errors import (
 )
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.wire import seconds, to_duration
-from tests.support.allocator import Client, Reservation, running
+from tests.support.allocator import Client, Reservation, reserve_request, running
 from tests.support.clock import ManualClock
 from tests.support.fake_fleet import FakeFleet, node_message
-
-
-def ask_for(count: int = 1, **fields: object) -> api.ReserveRequest:
-    return api.ReserveRequest(
-        **({"request_id": str(uuid4()), "holder": "test", "ask": api.Ask(gpu_count=count)} | fields)
-    )
 
 
 async def batch(client: Client, *requests: api.ReserveRequest) -> list[Reservation]:
@@ -53,7 +46,7 @@ def renewing(*ones: Reservation, fence: int | None = None) -> api.KeepAliveReque
 
 async def test_a_batch_is_granted_in_order_and_answered_again_when_repeated(tmp_path: Path) -> None:
     async with running(tmp_path, FakeFleet(node_message("n0", count=8))) as client:
-        requests = [ask_for(count) for count in (3, 1, 4)]
+        requests = [reserve_request(count) for count in (3, 1, 4)]
         granted = await batch(client, *requests)
         assert [len(one.gpus) for one in granted] == [3, 1, 4]
         assert [one.fence for one in granted] == sorted(one.fence for one in granted)
@@ -66,15 +59,15 @@ async def test_a_batch_is_granted_in_order_and_answered_again_when_repeated(tmp_
 async def test_a_batch_is_granted_wholly_or_not_at_all(tmp_path: Path) -> None:
     async with running(tmp_path, FakeFleet(node_message("n0", count=4))) as client:
         with pytest.raises(ResourceExhaustedError):
-            await batch(client, ask_for(3), ask_for(2))
+            await batch(client, reserve_request(3), reserve_request(2))
         assert await client.live() == []
-        used = ask_for(1)
+        used = reserve_request(1)
         kept = await batch(client, used)
         other = api.ReserveRequest()
         other.CopyFrom(used)
         other.holder = "else"
         with pytest.raises(AlreadyExistsError):
-            await batch(client, ask_for(1), other)
+            await batch(client, reserve_request(1), other)
         assert [one.name for one in await client.live()] == [kept[0].name]
         assert len((await client.reserve(3)).gpus) == 3
 
@@ -82,22 +75,20 @@ async def test_a_batch_is_granted_wholly_or_not_at_all(tmp_path: Path) -> None:
 async def test_what_is_wrong_in_a_batch_is_named_with_its_place(tmp_path: Path) -> None:
     async with running(tmp_path, FakeFleet(node_message("n0", count=4))) as client:
         wrong = {
-            "requests[1].wait": ask_for(wait=to_duration(5)),
-            "requests[1].ask.gpu_count": ask_for(0),
-            "requests[1].ask.gpu_memory_bytes": ask_for(
-                ask=api.Ask(gpu_count=1, gpu_milli=1000, gpu_memory_bytes=1)
-            ),
+            "requests[1].wait": reserve_request(wait=to_duration(5)),
+            "requests[1].ask.gpu_count": reserve_request(0),
+            "requests[1].ask.gpu_memory_bytes": reserve_request(gpu_milli=1000, gpu_memory_bytes=1),
         }
         for field, request in wrong.items():
             with pytest.raises(InvalidArgumentError) as caught:
-                await batch(client, ask_for(), request)
+                await batch(client, reserve_request(), request)
             assert [violation.field for violation in caught.value.violations] == [field]
         assert await client.live() == []
 
 
 async def test_several_are_released_wholly_or_not_at_all(tmp_path: Path) -> None:
     async with running(tmp_path, FakeFleet(node_message("n0", count=4))) as client:
-        one, other = await batch(client, ask_for(1), ask_for(2))
+        one, other = await batch(client, reserve_request(1), reserve_request(2))
         with pytest.raises(NotFoundError):
             await release(client, one, Reservation(name="reservations/r99-zzzz", fence=99))
         with pytest.raises(FailedPreconditionError):

@@ -5,7 +5,6 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from uuid import uuid4
 
 import pytest
 
@@ -22,6 +21,7 @@ from gpuscale.common.wire import to_duration
 from gpuscale.monitor.agent import helpers
 from gpuscale.monitor.agent.nvml import source
 from tests.integration.allocator.test_power_on_the_driver import PowerSite, site
+from tests.support.allocator import reserve_request
 from tests.support.nvml_double import NvmlDouble, divide
 from tests.support.power import PowerHelper
 from tests.support.waiting import eventually
@@ -62,12 +62,7 @@ async def waited_for(folder: Path, helper: PowerHelper, profile: str) -> AsyncGe
         capacity = here.capacity
         first = partial(here.client.reserve, 1, mig_profile=profile)
         await eventually(first, retry_on=(ResourceExhaustedError, FailedPreconditionError))
-        request = api.ReserveRequest(
-            request_id=str(uuid4()),
-            holder="waits",
-            ask=api.Ask(gpu_count=1, mig_profile=profile),
-            wait=to_duration(60),
-        )
+        request = reserve_request(holder="waits", mig_profile=profile, wait=to_duration(60))
         granted = asyncio.ensure_future(here.client.stub.Reserve(request, timeout=60))
         stack.callback(granted.cancel)
         one = Waiting(here, granted)

@@ -23,7 +23,7 @@ from gpuscale.client import (
 )
 from gpuscale.common.names import node_of
 from gpuscale.common.wire import to_duration
-from tests.support.allocator import allocator, allocator_client, release
+from tests.support.allocator import allocator, allocator_client, release, reread, reserve_request
 from tests.support.fake_fleet import FakeFleet, GpuState, NodeState, gpu_message, node_message, serving
 from tests.support.waiting import calls_of, eventually
 
@@ -40,8 +40,7 @@ async def plan(client: AsyncClient, ask: api.Ask | None = None) -> api.PlanRebal
 
 async def hold(client: AsyncClient, holder: str, *nodes: str, **fields: Any) -> api.Reservation:
     """One GPU of one of the nodes."""
-    ask = api.Ask(gpu_count=1, nodes=[f"nodes/{node}" for node in nodes])
-    request = api.ReserveRequest(request_id=str(uuid4()), holder=holder, ask=ask, **fields)
+    request = reserve_request(nodes=[f"nodes/{node}" for node in nodes], holder=holder, **fields)
     return (await client.allocator.Reserve(request)).reservation
 
 
@@ -71,11 +70,8 @@ async def test_what_may_move_makes_room_for_an_ask(tmp_path: Path) -> None:
 async def test_where_only_gangs_or_bookings_are_in_the_way_the_plan_says_so(tmp_path: Path) -> None:
     async with allocator_client(tmp_path, fleet(), **AT_ONCE) as client:
         batch = await hold(client, "batch", "n0", preemptible=True)
-        spread = api.Ask(
-            gpu_count=1, member_count=2, gang_strategy=api.GangStrategy.GANG_STRATEGY_STRICT_SPREAD
-        )
-        gang = api.ReserveRequest(request_id=str(uuid4()), holder="gang", ask=spread, preemptible=True)
-        held = (await client.allocator.Reserve(gang)).reservation
+        spread = api.GangStrategy.GANG_STRATEGY_STRICT_SPREAD
+        held = await hold(client, "gang", member_count=2, gang_strategy=spread, preemptible=True)
         wish = api.Ask(gpu_count=2)
         answer = await plan(client, wish)
         assert answer.plans[0].message == "it would fit but for what does not move: 1 reservation: a gang"
@@ -106,10 +102,7 @@ async def test_an_idle_mig_gpu_is_named_that_would_do_with_other_instances(tmp_p
             False,
             "it would fit if nodes/n0/gpus/n0-0, which nobody uses, had other MIG instances",
         )
-        request = api.ReserveRequest(
-            request_id=str(uuid4()), holder="other", ask=api.Ask(gpu_count=1, mig_profile="1g.10gb")
-        )
-        await client.allocator.Reserve(request)
+        await hold(client, "other", mig_profile="1g.10gb")
         [found] = (await plan(client, wish)).plans
         assert not found.partitions
 
@@ -129,12 +122,10 @@ async def test_a_gpu_is_cordoned_until_the_fleet_tells_of_its_new_instances(
     monkeypatch.setattr(rebalancing, "LOOK", 0.02)
     of = FakeFleet(divided("n0", "1g.10gb", "old"), divided("n1", "3g.40gb", "held-1", "held-2"))
     async with allocator_client(tmp_path, of) as client:
-        ask = api.Ask(gpu_count=1, mig_profile="3g.40gb")
         for wait in (0, 0, 60):
-            request = api.ReserveRequest(
-                request_id=str(uuid4()), holder="waits", ask=ask, wait=to_duration(wait)
+            waits = asyncio.ensure_future(
+                hold(client, "waits", mig_profile="3g.40gb", wait=to_duration(wait))
             )
-            waits = asyncio.ensure_future(client.allocator.Reserve(request, timeout=60))
             if not wait:
                 await waits
 
@@ -152,16 +143,13 @@ async def test_a_gpu_is_cordoned_until_the_fleet_tells_of_its_new_instances(
 
         await eventually(applied)
         order = await eventually(ordered, retry_on=(ValueError,))
-        other = api.ReserveRequest(
-            request_id=str(uuid4()), holder="other", ask=api.Ask(gpu_count=1, mig_profile="2g.20gb")
-        )
+        other = partial(hold, client, "other", mig_profile="2g.20gb")
         with pytest.raises(
             ResourceExhaustedError, match="; being partitioned: nodes/n0/gpus/n0-0"
         ) as refused:
-            await client.allocator.Reserve(other)
+            await other()
         assert refused.value.retry_after, "it may be had later, as by anybody who must wait"
-        other.wait.seconds = 60
-        queued = asyncio.ensure_future(client.allocator.Reserve(other, timeout=60))
+        queued = asyncio.ensure_future(other(wait=to_duration(60)))
         await eventually(partial(in_line, client, 2))
         end = api.PartitionEnd(order=order.order, instances=["new"])
         looks = calls_of(monkeypatch, Partitioning, "look")
@@ -171,12 +159,10 @@ async def test_a_gpu_is_cordoned_until_the_fleet_tells_of_its_new_instances(
             await eventually(lambda seen=seen: len(looks) > seen + 1)
         assert len((await client.nodes.ListCordons(api.ListCordonsRequest())).cordons) == 1
         of.put(divided("n0", "3g.40gb", "new"))
-        assert (await waits).reservation.gpus[0].uuid == "new"
-        other.ClearField("wait")
-        other.request_id = str(uuid4())
+        assert (await waits).gpus[0].uuid == "new"
         await take()
         with pytest.raises(ResourceExhaustedError, match="Idle GPUs may be partitioned"):
-            await client.allocator.Reserve(other)
+            await other()
         assert not queued.done()
         queued.cancel()
 
@@ -213,9 +199,7 @@ async def test_where_nothing_is_known_nothing_is_planned(tmp_path: Path) -> None
 
 async def gang(client: AsyncClient) -> asyncio.Future[api.ReserveResponse]:
     """Two GPUs of one node, for which it waits."""
-    request = api.ReserveRequest(
-        request_id=str(uuid4()), holder="gang", ask=api.Ask(gpu_count=2), wait=to_duration(60)
-    )
+    request = reserve_request(2, holder="gang", wait=to_duration(60))
     before = len((await plan(client)).plans)
     waits = asyncio.ensure_future(client.allocator.Reserve(request, timeout=60))
     await eventually(partial(in_line, client, before + 1))
@@ -227,13 +211,9 @@ async def in_line(client: AsyncClient, count: int) -> bool:
     return len((await plan(client)).plans) >= count
 
 
-async def seen(client: AsyncClient, one: api.Reservation) -> api.Reservation:
-    return (await client.allocator.GetReservation(api.GetReservationRequest(name=one.name))).reservation
-
-
 async def told(client: AsyncClient, one: api.Reservation) -> api.Reservation | None:
     """The reservation once it is told to move."""
-    found = await seen(client, one)
+    found = await reread(client, one.name)
     return found if found.HasField("revoke_time") else None
 
 
@@ -251,7 +231,7 @@ async def test_who_moves_goes_by_itself_and_its_gpus_are_kept_for_who_waits(tmp_
         waits = await gang(client)
         begun = await client.capacity.ApplyRebalance(api.ApplyRebalanceRequest())
         assert [move.reservation for move in begun.plan.moves] == [moving.name]
-        found = await seen(client, moving)
+        found = await reread(client, moving.name)
         assert found.end_reason == "moved for gang, which asks for 2 GPUs"
         assert found.remaining.seconds <= found.ttl.seconds, "its lease goes on"
         with pytest.raises(FailedPreconditionError) as caught:
@@ -268,9 +248,9 @@ async def test_who_moves_goes_by_itself_and_its_gpus_are_kept_for_who_waits(tmp_
 async def test_who_moves_may_go_where_who_waits_for_that_was_to_be_served(tmp_path: Path) -> None:
     """Who waits is promised what is free first as things are: here, where who stays is not renewed for longest."""
     async with allocator_client(tmp_path, fleet(), **AT_ONCE) as client:
-        moving = await hold(client, "replica", "n0", "n1", movable=to_duration(5), ttl=to_duration(300))
+        moving = await hold(client, "replica", "n0", "n1", movable=to_duration(5), ttl=300)
         there = "n1" if moving.gpus[0].node_name == "nodes/n0" else "n0"
-        await hold(client, "stays", there, ttl=to_duration(60))
+        await hold(client, "stays", there, ttl=60)
         waits = await gang(client)
         await eventually(
             lambda: plan(client, api.Ask(gpu_count=1, nodes=[f"nodes/{there}"])),
@@ -290,9 +270,7 @@ async def test_a_move_that_is_not_made_is_given_up(
     monkeypatch.setattr(rebalancing, "LOOK", 0.02)
     async with serving(fleet()) as address:
         async with allocator(tmp_path, address, **AT_ONCE) as served, connect_async(served) as client:
-            reserve = partial(
-                hold, client, "replica", "n0", "n1", movable=to_duration(5), ttl=to_duration(300)
-            )
+            reserve = partial(hold, client, "replica", "n0", "n1", movable=to_duration(5), ttl=300)
             moving = await eventually(reserve, retry_on=(UnavailableError,))
             await hold(client, "stays", "n1" if moving.gpus[0].node_name == "nodes/n0" else "n0")
             waits = await gang(client)
@@ -312,7 +290,7 @@ async def test_a_move_that_is_not_made_is_given_up(
 
 async def stays(client: AsyncClient, one: api.Reservation) -> bool:
     """Whether it holds its GPUs and need not leave."""
-    found = await seen(client, one)
+    found = await reread(client, one.name)
     return found.state == api.Reservation.STATE_ACTIVE and not found.HasField("revoke_time")
 
 

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from uuid import uuid4
 
 import pytest
 
@@ -13,20 +12,9 @@ from gpuscale.common.errors import NotFoundError, ResourceExhaustedError
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.wire import enum_word, seconds, to_duration
-from tests.support.allocator import Client, allocator, calling, running
+from tests.support.allocator import Client, allocator, calling, reserve_request, running
 from tests.support.fake_fleet import FakeFleet, gpu_message, node_message, serving
 from tests.support.waiting import eventually
-
-
-def request(wait: float, count: int = 1, **fields: object) -> api.ReserveRequest:
-    """A request that waits."""
-    return api.ReserveRequest(
-        request_id=str(uuid4()),
-        holder="test",
-        ask=api.Ask(gpu_count=count, min_memory_bytes=0),
-        wait=to_duration(wait),
-        **fields,
-    )
 
 
 @asynccontextmanager
@@ -65,13 +53,17 @@ async def test_memory_that_an_outsider_gives_back_serves_who_waits(tmp_path: Pat
 async def test_the_place_in_the_queue_is_told_until_the_grant(tmp_path: Path) -> None:
     async with running(tmp_path, FakeFleet(node_message("n0", count=2))) as client:
         held = [await client.reserve(ttl=60), await client.reserve(ttl=60)]
-        stream = client.stub.ReserveAndWatch(api.ReserveAndWatchRequest(reserve=request(20, 2)), timeout=20)
-        news = aiter(stream)
+        wait = to_duration(20)
+        both, single = (
+            api.ReserveAndWatchRequest(reserve=reserve_request(count, memory=0, wait=wait))
+            for count in (2, 1)
+        )
+        news = aiter(client.stub.ReserveAndWatch(both, timeout=20))
         first = (await anext(news)).waiting
         assert (first.position, enum_word(first, "reason")) == (0, "NO_CAPACITY")
         assert 50 < seconds(first.estimated_wait) <= 60
         assert "n0" in first.message
-        second = client.stub.ReserveAndWatch(api.ReserveAndWatchRequest(reserve=request(20)), timeout=20)
+        second = client.stub.ReserveAndWatch(single, timeout=20)
         behind = aiter(second)
         waiting = (await anext(behind)).waiting
         assert waiting.position == 1
@@ -101,7 +93,9 @@ async def test_quotas_hold_with_and_without_a_wait_and_through_a_restart(tmp_pat
             await client.reserve(3, tenant="vision", wait=to_duration(20))
         assert never.value.reason == "QUOTA_EXCEEDED"
         assert never.value.retry_after is None
-        batch = api.BatchReserveRequest(requests=[request(0, tenant="audio"), request(0, tenant="vision")])
+        batch = api.BatchReserveRequest(
+            requests=[reserve_request(tenant=tenant) for tenant in ("audio", "vision")]
+        )
         with pytest.raises(ResourceExhaustedError), rpc_errors():
             await client.stub.BatchReserve(batch, timeout=60)
         assert len(await client.live()) == 2

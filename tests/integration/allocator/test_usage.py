@@ -6,7 +6,6 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from uuid import uuid4
 
 import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -18,7 +17,7 @@ from gpuscale.api.allocator import v1 as api
 from gpuscale.client import AsyncClient
 from gpuscale.common.errors import InvalidArgumentError, NotFoundError
 from gpuscale.common.security.auth import Principal, Role, set_principal
-from tests.support.allocator import MIB, allocator_client, release
+from tests.support.allocator import MIB, allocator_client, release, reread, reserve_request
 from tests.support.clock import ManualClock
 from tests.support.fake_fleet import FakeFleet, gpu_message, node_message
 from tests.support.waiting import eventually
@@ -43,10 +42,8 @@ async def site(path: Path, clock: ManualClock) -> AsyncGenerator[AsyncClient]:
 
 
 async def reserve(client: AsyncClient, gpu: str, milli: int = 1000, **fields: Any) -> api.Reservation:
-    ask = api.Ask(gpu_count=1, gpu_milli=milli, gpus=[f"nodes/n0/gpus/{gpu}"], max_utilization_percent=100)
-    ask.min_memory_bytes = 0
-    fields |= {"request_id": str(uuid4()), "holder": "h", "ttl": {"seconds": 3600}}
-    request = api.ReserveRequest(ask=ask, **fields)
+    fields |= {"gpu_milli": milli, "gpus": [f"nodes/n0/gpus/{gpu}"], "max_utilization_percent": 100}
+    request = reserve_request(memory=0, ttl=3600, **fields)
     return (await client.allocator.Reserve(request)).reservation
 
 
@@ -147,17 +144,12 @@ async def test_how_long_reservations_lasted_is_learned_and_outlasts_a_restart(tm
             await release(client, one)
     async with site(tmp_path, clock) as client:
         await reserve(client, "n0-0", job=api.Job(title="held"))
-        ask = api.Ask(gpu_count=1, gpus=["nodes/n0/gpus/n0-0"], max_utilization_percent=100)
-        request = api.ReserveRequest(
-            ask=ask, request_id=str(uuid4()), holder="h", job=api.Job(title="next"), keep_place=True
+        placed = await reserve(
+            client, "n0-0", job=api.Job(title="next"), keep_place=True, wait={"seconds": 60}
         )
-        request.wait.seconds = 60
-        name = (await client.allocator.Reserve(request)).reservation.name
 
         async def shown() -> api.Job:
-            return (
-                await client.allocator.GetReservation(api.GetReservationRequest(name=name))
-            ).reservation.job
+            return (await reread(client, placed.name)).job
 
         await eventually(shown, lambda found: found.HasField("estimated_wait_high"))
         job = await shown()

@@ -9,7 +9,7 @@ from gpuscale.allocator.servicers import answers
 from gpuscale.api.allocator import v1 as api
 from gpuscale.client import AsyncClient, connect_async
 from gpuscale.common.security.auth import Authenticator
-from tests.support.allocator import allocator, allocator_client
+from tests.support.allocator import allocator, allocator_client, release
 from tests.support.fake_fleet import FakeFleet, node_message, serving
 from tests.support.tokens import token, write_tokens
 from tests.support.waiting import eventually
@@ -27,11 +27,6 @@ async def first(client: AsyncClient, **fields: str) -> Told:
 
 def names(told: Told) -> list[str]:
     return [one.name for one in told.reservations]
-
-
-async def release(client: AsyncClient, one: api.Reservation) -> None:
-    lease = api.ReleaseReservationRequest(name=one.name, fence=one.fence)
-    await client.allocator.ReleaseReservation(lease)
 
 
 async def test_a_watcher_goes_on_where_it_left_off_and_is_told_what_ended_meanwhile(tmp_path: Path) -> None:
