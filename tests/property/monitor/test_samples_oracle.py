@@ -110,6 +110,8 @@ class Agent:
                 for name in cleared:
                     reading.ClearField(name)
                 reading.MergeFrom(types_api.GpuReading(age=age))
+        if source.random() < 0.1:
+            delta.host.reading.cpu_percent = self.truth.host_reading.cpu_percent = source.randrange(100)
         change = Change.of(delta)
         self.picture.merge(change)
         return change
@@ -130,7 +132,7 @@ def told(history: History) -> dict[str, list[list[Point]]]:
 
 @pytest.mark.parametrize("seed", range(16))
 def test_what_is_kept_is_what_each_gpu_alone_would_leave(seed: int) -> None:
-    """Whatever comes in between: ages that differ, nothing read, another list of GPUs, recordings, ended series, little memory."""
+    """Whatever comes in between: ages that differ, nothing read, readings that repeat, another list of GPUs, recordings, ended series, little memory."""
     source = Random(seed)
     room = source.choice((1 << 30, source.randrange(2, 12) * most_bytes(WIDTH, TIERS)))
     alone, history, recordings = Alone(History(TIERS, room)), History(TIERS, room), Recordings()

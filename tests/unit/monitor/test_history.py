@@ -5,7 +5,6 @@ import tracemalloc
 from array import array
 from collections.abc import Callable
 from functools import partial
-from itertools import chain, product
 from random import Random
 from types import FrameType
 
@@ -13,7 +12,7 @@ import pytest
 
 from gpuscale.monitor.history.history import TURNS, History, HistorySeries, Tier, metrics_of
 from gpuscale.monitor.history.ring import CHUNK, Bucket, Ring, Rows, chunks, unpack
-from gpuscale.monitor.model.metrics import ABSENT, GPU_METRICS
+from gpuscale.monitor.model.metrics import GPU_METRICS
 from gpuscale.monitor.state.store import BootTimeline, continued
 
 TIERS = (Tier(1.0, 120.0), Tier(10.0, 600.0), Tier(60.0, 30 * 60.0))
@@ -116,36 +115,6 @@ def test_series_that_began_together_settle_in_turn(monkeypatch: pytest.MonkeyPat
             assert {series.oldest() for _, series in history.all()} == {0.0}
         settled.clear()
     assert counts == [2] * 4 * TURNS
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_samples_that_wait_together_are_kept_as_those_of_each_gpu_alone(seed: int) -> None:
-    """Whatever comes in between: absent readings, gaps, several in a second, who reads, and samples of one GPU alone."""
-    source, now, width, keys = Random(seed), 0.0, len(GPU_METRICS), ("gpu-0", "gpu-1", "gpu-2")
-    one, many = (History(TIERS, 1 << 30) for _ in range(2))
-    _, together = one.together(keys), many.together(keys)
-    for _ in range(source.randrange(20, 400)):
-        now += source.choice((0.3, 1.0, 1.0, 1.0, 70.0))
-        late = source.choice((0.0, 0.0, 0.0, 5.0))
-        rows = [tuple(source.choice((ABSENT, source.random())) for _ in range(width)) for _ in keys]
-        alone = source.randrange(9)
-        for place, key in enumerate(keys):
-            if alone >= len(keys) or alone == place:
-                one.add(key, now - late, rows[place])
-        if alone < len(keys):
-            many.add(keys[alone], now - late, rows[alone])
-        elif together is not None:
-            together.add(now - late, array("d", chain(*zip(*rows, strict=True))))
-        if source.random() < 0.05:
-            together = many.together(keys)
-        if alone == 8 or source.random() < 0.1:
-            for key in keys:
-                first, second = one.get(key), many.get(key)
-                assert first is not None
-                assert second is not None
-                assert first.newest() == second.newest()
-                for metric, tier in product(source.sample(range(width), 2), range(3)):
-                    assert first.points(metric, tier, 0.0, 1e9) == second.points(metric, tier, 0.0, 1e9)
 
 
 def test_samples_do_not_wait_with_a_series_that_has_ended() -> None:
