@@ -25,6 +25,7 @@ from gpuscale.cli.grammar.parameters import (
     POSITIVE,
     SHARE,
     SIZE,
+    TIME_LIMIT,
     WATTS,
     YES,
     local_text,
@@ -165,7 +166,7 @@ class Requesting:
         metavar="UUID", help="Makes the command idempotent: same id, same reservation."
     )
     time_limit: float | None = shared(
-        type=DURATION, help="End it after this time, so it may use GPUs that are booked for later."
+        type=TIME_LIMIT, help="End it after this time, so it may use GPUs that are booked for later."
     )
     booking: str = shared(
         default="",

@@ -46,6 +46,12 @@ def _size(typed: str) -> int:
     return size
 
 
+def _time_limit(typed: str) -> float:
+    if typed.strip().isdecimal():
+        raise ValueError(f"{typed!r} has no unit: write {typed.strip()}m or {typed.strip()}s")
+    return parse_duration(typed)
+
+
 def _watts(typed: str) -> float:
     number = typed.strip().removesuffix("W")
     if not number.replace(".", "", 1).isdecimal():
@@ -84,6 +90,8 @@ SIZE = Parsed("size", _size)
 """A size in bytes, such as 8GiB."""
 DURATION = Parsed("duration", to_seconds)
 """A duration in seconds, such as 1h30m."""
+TIME_LIMIT = Parsed("duration", _time_limit)
+"""The same with a unit: a number alone is minutes in Slurm, and the end of a job."""
 SHARE = Parsed("0-1", _share)
 """A share of a GPU in thousandths, such as 0.5."""
 GPU_NAME = Parsed("gpu", _gpu_name)
