@@ -46,6 +46,7 @@ def trail(leader: Leader, *, again: bool = True, timeout: float | None = 60.0) -
         ("a:1,b:2", ("a:1", "b:2")),
         (" a:1 , [::1]:2 ", ("a:1", "[::1]:2")),
         *((one, (one,)) for one in ("[::1]:7070", "unix:/run/x.sock", "unix-abstract:x", "dns:///a:1")),
+        (f"unix:/{'x' * 106}", (f"unix:/{'x' * 106}",)),
     ],
 )
 def test_addresses_stand_between_commas(text: str, addresses: tuple[str, ...]) -> None:
@@ -65,6 +66,8 @@ def test_addresses_stand_between_commas(text: str, addresses: tuple[str, ...]) -
         ("::1:7070", "is ambiguous: write an IPv6 address in brackets"),
         ("http://gateway:7070/", "has http:// before it: write gateway:7070"),
         ("a:1,b", "the address 'b' has no port"),
+        (f"unix:/{'x' * 107}", "has 108 bytes: the path of a unix socket has at most 107"),
+        (f"unix:///{'x' * 107}", "has 108 bytes"),
         *((several, "must name different addresses") for several in ("a:1,", ",a:1", "a:1,,b:2", "a:1,a:1")),
     ],
 )

@@ -25,6 +25,7 @@ from gpuscale.monitor.app.settings import AgentSettings
         {"simulated_gpu_count": 1025},
         {"soft_deadline_seconds": 10.0, "hard_deadline_seconds": 10.0},
         {"killer_socket": "/run/k.sock"},
+        *({f"{of}_socket": f"/{'x' * 107}"} for of in ("work", "power", "pod_resources")),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(wrong: dict[str, object]) -> None:

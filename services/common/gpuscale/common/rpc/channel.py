@@ -74,6 +74,8 @@ FOLLOWING_ARGUMENTS: ChannelArguments = (
 AGENT_SOCKET: Final = Path("/run/gpuscale/agent.sock")
 """Socket where this host's agent admits work in the shipped setups. Only root and the agent can create it."""
 _OTHER_WAYS: Final = ("unix:", "unix-abstract:", "dns:///", "ipv4:", "ipv6:")
+_LONGEST_SOCKET_PATH: Final = 107
+"""Most bytes of the path of a unix socket on Linux (`sun_path` of unix(7), less its end)."""
 _USUAL_PORT: Final = 7070
 _HIGHEST_PORT: Final = 65_535
 PROXY_VARIABLE: Final = "GPUSCALE_HTTP_PROXY"
@@ -183,6 +185,8 @@ def split_addresses(text: str) -> tuple[str, ...]:
         )
     for address in addresses:
         if address.startswith(_OTHER_WAYS):
+            if address.startswith("unix:") and (why := socket_problem(address[5:].removeprefix("//"))):
+                raise InvalidArgumentError(f"the address {address!r} {why}")
             continue
         problem = ""
         scheme, found, rest = address.partition("://")
@@ -200,6 +204,16 @@ def split_addresses(text: str) -> tuple[str, ...]:
         if problem:
             raise InvalidArgumentError(f"the address {address!r} {problem}")
     return addresses
+
+
+def socket_problem(path: Path | str) -> str:
+    """What is wrong with the path of a unix socket; empty if nothing is."""
+    size = len(os.fsencode(path))
+    return (
+        f"has {size} bytes: the path of a unix socket has at most {_LONGEST_SOCKET_PATH}"
+        if size > _LONGEST_SOCKET_PATH
+        else ""
+    )
 
 
 def is_local(address: str) -> bool:

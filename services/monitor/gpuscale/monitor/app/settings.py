@@ -8,6 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from gpuscale.common.config.settings import MetricsSettings, UpstreamSettings, hand_over
 from gpuscale.common.names import is_id, to_id
+from gpuscale.common.rpc.channel import socket_problem
 from gpuscale.monitor.agent.sources import SourceKind
 from gpuscale.monitor.app.frame import AgentFrame, ExpositionFrame, by_name
 from gpuscale.monitor.history.history import Tier
@@ -104,6 +105,13 @@ class AgentSettings(AgentFrame, ExpositionSettings, UpstreamSettings):
         if not is_id(node):
             raise ValueError("must be 1-63 of a-z, 0-9, '-', '.' and '_', with a letter or digit at the ends")
         return node
+
+    @field_validator("work_socket", "killer_socket", "power_socket", "pod_resources_socket")
+    @classmethod
+    def _check_socket(cls, path: Path | None) -> Path | None:
+        if path is not None and (why := socket_problem(path)):
+            raise ValueError(why)
+        return path
 
     @field_validator("labels")
     @classmethod
