@@ -614,10 +614,9 @@ def test_who_may_not_stop_a_job_is_told_who_may() -> None:
         said = jobs._not_there(found, member, code, "stop").message
         assert said.endswith("Its owner ann or an admin can end it: gpuscalectl release r1")
         assert "release" not in jobs._not_there(found, member, code, "read").message
-    assert jobs._not_there(found, member, jobs.NO_FOLDER, "read").message == (
-        "cannot read reservations/r1 on beta: nothing of it is kept there for this user; who started it with `run -d` finds it"
-        " until 14 days after its end, unless that host was wiped; started without -d, it wrote to the terminal of ann@laptop"
-    )
+    said = jobs._not_there(found, member, jobs.NO_FOLDER, "read").message
+    assert "If `run -d` started it, its owner ann (ann@laptop) finds it" in said
+    assert said.endswith("in `gpuscalectl get job r1 -o yaml`; else it wrote to their terminal")
 
 
 @pytest.mark.parametrize(

@@ -405,17 +405,19 @@ def _shell_reading(job: str, *, follow: bool, last: int, lines: int | None) -> s
 def _not_there(
     found: allocator_api.Reservation, member: over_ssh.Member, code: int, what: str
 ) -> FailedPreconditionError | UnavailableError:
-    where, end = f"cannot {what} {found.name} on {member.node}", ""
-    if what == "read":  # had it a supervisor that keeps output, its last lines might be known
-        end = f"; started without -d, it wrote to the terminal of {found.holder}"
-    if what == "stop":
-        job = found.name.partition("/")[2]
-        end = f". Its owner {found.owner} or an admin can end it: gpuscalectl release {job}"
+    where, job = f"cannot {what} {found.name} on {member.node}", found.name.partition("/")[2]
+    end = (
+        f". Its owner {found.owner} or an admin can end it: gpuscalectl release {job}"
+        if what == "stop"
+        else ""
+    )
     if code == NO_FOLDER:
+        end = end or (
+            f". If `run -d` started it, its owner {found.owner} ({found.holder}) finds it until 14 days after its end, unless that"
+            f" host was wiped, and admins see its last lines in `gpuscalectl get job {job} -o yaml`; else it wrote to their terminal"
+        )
         return FailedPreconditionError(
-            f"{where}: nothing of it is kept there for this user; who started it with `run -d` finds it"
-            f" until 14 days after its end, unless that host was wiped{end}",
-            reason="NO_OUTPUT",
+            f"{where}: nothing of it is kept there for this user{end}", reason="NO_OUTPUT"
         )
     ran = shlex.join(member.words[:-1])
     return UnavailableError(f"{where}: {ran} ended with {code}{end}", reason="NO_SUPERVISOR")
