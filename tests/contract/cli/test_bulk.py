@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from gpuscale.api.autoscaler import v1 as autoscaler_api
+from gpuscale.cli.commands import logs
 from gpuscale.common import errors
 from tests.contract.cli import canned_gateway as canned
 from tests.support.cli import Ran
@@ -153,6 +156,28 @@ def test_the_payload_is_what_was_done(
     assert (ran.code, ran.out) == (CONFLICT, payload)
     if form != "name":
         assert problems(ran) == [("endpoints/a", "FAILED_PRECONDITION")]
+
+
+@pytest.mark.parametrize("failing", ["", "b"])
+def test_jobs_are_stopped_together_and_told_in_the_order_typed(
+    ctl: Any, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    """Each may take its ten seconds to end."""
+    together = threading.Barrier(3, timeout=20)
+
+    def found(_client: object, typed: str) -> Any:
+        def stop() -> Any:
+            together.wait()
+            if typed == failing:
+                raise errors.UnavailableError("its host is away", reason="NO_SUPERVISOR")
+            return type(canned.RESERVATION)(name=f"reservations/{typed}")
+
+        return SimpleNamespace(stop=stop)
+
+    monkeypatch.setattr(logs, "find", found)
+    ran = ctl("stop", "job", "a", "b", "c", "-o", "name")
+    names = [f"reservations/{one}" for one in "abc" if one != failing]
+    assert (ran.code, ran.out.split()) == (UNAVAILABLE if failing else OK, names)
 
 
 def test_the_first_failure_is_the_exit_code(

@@ -5,6 +5,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
@@ -30,6 +31,8 @@ PERIOD: Final = 1.0
 """Seconds between reads of --follow."""
 LAST_BYTES, ATTACHED_BYTES = 65_536, 8192
 """Bytes of earlier output that `logs` and `attach` show."""
+STOPPED_TOGETHER: Final = 8
+"""Most jobs that `stop` stops at a time: of ten connections that log in at once, sshd turns some away (its MaxStartups)."""
 _PART: Final = 262_144
 _UNSAFE: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
@@ -80,7 +83,7 @@ def attach(session: Session, name: str) -> None:
 @command("stop job r3fa7kq2vnb4d")
 @names("jobs")
 def stop(session: Session, name: tuple[str, ...]) -> None:
-    """Stop detached jobs, one after the other, on all their nodes: SIGTERM, and SIGKILL 10 s later; then release their GPUs."""
+    """Stop detached jobs, up to 8 at a time, on all their nodes: SIGTERM, and SIGKILL 10 s later; then release their GPUs."""
 
     def act(client: "Client", typed: str) -> Done:
         found = find(client, typed).stop()
@@ -88,7 +91,8 @@ def stop(session: Session, name: tuple[str, ...]) -> None:
         said = "stopped" if state == "STOPPED" else f"had ended: {state}"
         return Done(found.name, f"{found.name} {said}", to_dict(found))
 
-    say_each(session, views.JOBS.key, name, act, find)
+    with ThreadPoolExecutor(STOPPED_TOGETHER) as pool:
+        say_each(session, views.JOBS.key, name, act, find, each=map if len(name) == 1 else pool.map)
 
 
 def find(client: "Client", typed: str) -> "Job":

@@ -5,7 +5,8 @@ object, several names a list.
 """
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from gpuscale.cli.console.command import NOBODY, Session
@@ -95,8 +96,12 @@ def say_each(
     names: Sequence[str],
     act: "Callable[[Client, str], Done]",
     check: "Check | None" = None,
+    *,
+    each: "Callable[..., Iterable[list[Done]]]" = map,
 ) -> None:
     """Do something to each resource, and say what was done, even after a failure; lists of data have the key `key`.
+
+    `each` is such as the `map` of a pool, to do it to several at a time.
 
     Raises:
         GpuscaleError: it failed, for the only name or since nothing answers.
@@ -122,8 +127,8 @@ def say_each(
                 if failures:
                     note("nothing was changed")
                     leave(failures[0])
-            for name in names:
-                done += attempt(act, client, name)
+            for of_one in each(partial(attempt, act, client), names):
+                done += of_one
     except GpuscaleError as error:
         if not failures:
             raise
