@@ -44,12 +44,18 @@ def looked_often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def lab(
-    data_dir: Path, fleet: FakeFleet, clock: ManualClock, allowed: tuple[str, ...] = ("127.0.0.0/8",)
+    data_dir: Path,
+    fleet: FakeFleet,
+    clock: ManualClock,
+    allowed: tuple[str, ...] = ("127.0.0.0/8",),
+    ca_file: Path | None = None,
 ) -> AsyncGenerator[tuple[Client, Admin]]:
     """A running allocator that may notify on loopback."""
     async with (
         serving(fleet) as fleet_address,
-        allocator(data_dir, fleet_address, clock=clock, notify_networks=allowed) as address,
+        allocator(
+            data_dir, fleet_address, clock=clock, notify_networks=allowed, notify_ca_file=ca_file
+        ) as address,
         calling(address) as client,
         open_channel(address) as channel,
     ):
@@ -227,6 +233,18 @@ async def test_why_a_target_is_not_reached_is_told(tmp_path: Path, url: str, pro
         await admin.drain()
         (letter,) = await eventually(lambda: _failed(admin))
         assert (letter.problem, hook.bodies) == (problem, [])
+
+
+async def test_targets_of_a_lab_are_trusted_by_its_own_authority(tmp_path: Path) -> None:
+    mine, authority = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH), trustme.CA()
+    authority.issue_cert("127.0.0.1").configure_cert(mine)
+    trusted, fleet = tmp_path / "ca.crt", FakeFleet(node_message("n0", count=1))
+    authority.cert_pem.write_to_path(trusted)
+    async with webhook(mine) as hook, lab(tmp_path, fleet, ManualClock(), ca_file=trusted) as (client, admin):
+        await admin.target(hook.address)
+        await client.reserve(1)
+        await admin.drain()
+        await eventually(lambda: _told(hook, "ending", 1))
 
 
 async def _followed(admin: Admin, name: str) -> list[api.PolicyStanding]:

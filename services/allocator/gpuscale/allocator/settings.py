@@ -1,5 +1,6 @@
 """Settings of `gpuscale-allocator`; `gpuscale.common.config.settings` says where they come from."""
 
+import ssl
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -75,6 +76,9 @@ class AllocatorSettings(StatefulSettings):
     notify_networks: tuple[str, ...] = Field(
         (), description="networks of private addresses to which notifications may be sent, such as 10.0.0.0/8"
     )
+    notify_ca_file: Path | None = Field(
+        None, description="authority of targets of notifications, PEM, trusted beside the public ones"
+    )
     past_use_half_life_days: float = Field(
         0.0,
         ge=0,
@@ -91,6 +95,15 @@ class AllocatorSettings(StatefulSettings):
     def _check_networks(cls, texts: tuple[str, ...]) -> tuple[str, ...]:
         networks(texts)
         return texts
+
+    @field_validator("notify_ca_file")
+    @classmethod
+    def _check_authority(cls, path: Path | None) -> Path | None:
+        try:
+            ssl.create_default_context(cafile=path)
+        except OSError as error:  # ssl.SSLError is one
+            raise ValueError(f"cannot use the certificates in {path}: {error.strerror}") from None
+        return path
 
     def queue_rules(self) -> Rules:
         """The queue's settings."""

@@ -12,6 +12,7 @@ import ssl
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeAlias
 from urllib.parse import urlsplit
 
@@ -51,6 +52,7 @@ class Notifying:
     store: PolicyStore
     clock: Clock
     allowed: notifications.Networks
+    ca_file: Path | None = None
     _letters: dict[int, Letter] = field(default_factory=dict[int, Letter], init=False)
     _due: dict[str, _Dues] = field(default_factory=dict[str, _Dues], init=False)
     _number: int = field(default=0, init=False)
@@ -245,8 +247,13 @@ class Notifying:
     def _client(self) -> "httpx.AsyncClient":
         import httpx
 
+        trusted = httpx.create_ssl_context(trust_env=False)
+        if self.ca_file is not None:
+            trusted.load_verify_locations(self.ca_file)
         alone = httpx.Limits(max_keepalive_connections=0)  # a connection was verified for one host
-        return httpx.AsyncClient(trust_env=False, follow_redirects=False, timeout=TIMEOUT, limits=alone)
+        return httpx.AsyncClient(
+            verify=trusted, trust_env=False, follow_redirects=False, timeout=TIMEOUT, limits=alone
+        )
 
 
 def _why_unreachable(error: BaseException) -> str:
@@ -263,12 +270,15 @@ def _why_unreachable(error: BaseException) -> str:
 
 
 async def open_notifying(
-    store: PolicyStore, decode: Callable[[str], notifications.Webhook], clock: Clock, allowed: Sequence[str]
+    store: PolicyStore,
+    decode: Callable[[str], notifications.Webhook],
+    clock: Clock,
+    allowed: Sequence[str],
+    ca_file: Path | None,
 ) -> Notifying:
-    """A sender to the stored targets, also to addresses in the `allowed` networks."""
-    found = Notifying(
-        Declarations("targets", store, decode, clock), store, clock, notifications.networks(allowed)
-    )
+    """A sender to the stored targets, also to addresses in the `allowed` networks and to certificates of the authority `ca_file`."""
+    targets = Declarations("targets", store, decode, clock)
+    found = Notifying(targets, store, clock, notifications.networks(allowed), ca_file)
     await found.load()
     return found
 
