@@ -21,21 +21,20 @@ from gpuscale.autoscaler import settings as autoscaler
 from gpuscale.autoscaler.adapters.engines.process import engine as processes
 from gpuscale.common.config import sources
 from gpuscale.common.config.frame import Level
-from gpuscale.common.config.settings import DatabaseSettings, ServerSettings, UpstreamSettings
+from gpuscale.common.config.settings import (
+    DatabaseSettings,
+    ListenerSettings,
+    ProgramSettings,
+    ServerSettings,
+    UpstreamSettings,
+)
 from gpuscale.common.rpc import audit
 from gpuscale.common.rpc import server as rpc_server
 from gpuscale.gateway import settings as gateway
 from gpuscale.monitor.app import settings as monitor
 
 PROGRAM = "gpuscalectl up"
-SECURITY = {
-    "tls_cert_file",
-    "tls_key_file",
-    "tls_client_ca_file",
-    "tokens_file",
-    "revoked_file",
-    "insecure_allow_remote",
-}
+SECURITY = {*ListenerSettings.model_fields} - {*ProgramSettings.model_fields}
 """Settings of `up` that also apply to what a part serves itself, such as /metrics."""
 SHARED = {*ServerSettings.model_fields, *UpstreamSettings.model_fields, *DatabaseSettings.model_fields}
 """Settings of a part that `up` ignores: how it is reached, how it reaches others, and where its database is."""
