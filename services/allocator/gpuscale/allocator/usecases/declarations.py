@@ -1,4 +1,4 @@
-"""Admins' declarations: use policies and notification targets. Create, update, delete, get, list."""
+"""Admins' declarations: use policies, notification targets and power budgets. Create, update, delete, get, list."""
 
 import asyncio
 import hashlib

@@ -15,14 +15,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import distributions, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import click
-from pydantic import BaseModel, SecretStr
+from pydantic import SecretStr
 
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.cli.commands import doctor_host as host
@@ -32,6 +31,7 @@ from gpuscale.cli.console.output import to_dict
 from gpuscale.cli.console.terminal import note
 from gpuscale.cli.grammar.parameters import DURATION, local_text, option, repeated
 from gpuscale.cli.views.monitor import FAR, off
+from gpuscale.common import wire
 from gpuscale.common.config.sources import CONFIG_VARIABLE, Settings
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError
 from gpuscale.common.rpc.status import LEADER_KEY, PROBLEM_KEY
@@ -160,7 +160,7 @@ def _adapters(client: "Client", about: lookup.About) -> "Iterator[host.Diagnosis
         if one.state == autoscaler_api.Adapter.STATE_CONNECTED:
             yield host.Diagnosis("adapter", one.name, "OK", one.kind)
         else:
-            since = local_text(datetime.fromtimestamp(one.last_seen_time.seconds, UTC))
+            since = local_text(wire.to_datetime(one.last_seen_time))
             advice = f"the adapter's unit and log; if it is gone for good: gpuscalectl forget adapter {one.name.rpartition('/')[2]}"
             yield host.Diagnosis("adapter", one.name, "FAIL", f"not heard of since {since}", advice)
 
@@ -341,7 +341,7 @@ def known_secrets(session: Session, config: Path | None) -> set[str]:
         try:
             for one in host.read_settings(config):
                 if not isinstance(one, host.Diagnosis):
-                    found |= set(_below(one))
+                    found |= {text for _, secret in host.secrets_in(one, "") for text in _texts(secret)}
                     files += [
                         getattr(one, field)
                         for field in type(one).model_fields
@@ -360,16 +360,11 @@ def known_secrets(session: Session, config: Path | None) -> set[str]:
 _SECRET_FILES = ("token_file", "key_file", "database_file")
 
 
-def _below(value: object) -> Iterator[str]:
-    if isinstance(value, SecretUrl):
-        yield value.reveal()
-        yield value.password.get_secret_value()
-        yield value.reveal().partition("://")[2].rpartition("@")[0].partition(":")[2]  # percent-encoded
-    elif isinstance(value, SecretStr):
-        yield value.get_secret_value()
-    elif isinstance(value, BaseModel):
-        for field in type(value).model_fields:
-            yield from _below(getattr(value, field))
-    elif isinstance(value, Mapping):
-        for one in cast("Mapping[str, object]", value).values():
-            yield from _below(one)
+def _texts(secret: SecretUrl | SecretStr) -> Iterator[str]:
+    """A secret in each form in which it may occur in a text."""
+    if isinstance(secret, SecretStr):
+        yield secret.get_secret_value()
+    else:
+        yield secret.reveal()
+        yield secret.password.get_secret_value()
+        yield secret.reveal().partition("://")[2].rpartition("@")[0].partition(":")[2]  # percent-encoded

@@ -25,7 +25,7 @@ import psutil
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
 from google.protobuf.message import Message
-from pydantic import BaseModel
+from pydantic import BaseModel, SecretStr
 
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
@@ -164,8 +164,9 @@ def _examine(config: Path) -> Iterator[Diagnosis]:
         yield from secret_files(one)
         yield from disk(one)
         yield from database(one)
-        for subject, url in _urls(one, one.section):
-            if not (isinstance(one, DatabaseSettings) and url is one.database):
+        for subject, url in secrets_in(one, one.section):
+            is_database = isinstance(one, DatabaseSettings) and url is one.database
+            if isinstance(url, SecretUrl) and not is_database:
                 yield reaches(subject, url)
         if getattr(one, "source", "") == "nvml":
             yield driver()
@@ -332,16 +333,16 @@ def database(settings: Settings) -> Iterator[Diagnosis]:
         yield Diagnosis("database", subject, "OK", str(settings.database))
 
 
-def _urls(value: object, name: str) -> Iterator[tuple[str, SecretUrl]]:
-    """Every URL with a password in the settings, with its path."""
-    if isinstance(value, SecretUrl):
+def secrets_in(value: object, name: str) -> Iterator[tuple[str, SecretUrl | SecretStr]]:
+    """Every secret and URL with a password in the settings, with its path."""
+    if isinstance(value, SecretUrl | SecretStr):
         yield name, value
     elif isinstance(value, BaseModel):
         for field in type(value).model_fields:
-            yield from _urls(getattr(value, field), f"{name} {field}")
+            yield from secrets_in(getattr(value, field), f"{name} {field}")
     elif isinstance(value, Mapping):
         for key, one in cast("Mapping[str, object]", value).items():
-            yield from _urls(one, f"{name}.{key}")
+            yield from secrets_in(one, f"{name}.{key}")
 
 
 def reaches(subject: str, url: SecretUrl) -> Diagnosis:
