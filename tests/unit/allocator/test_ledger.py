@@ -12,7 +12,7 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from gpuscale.allocator.domain.ledger import RETENTION, Deadlines, Ledger, Tokens, rebased
+from gpuscale.allocator.domain.ledger import RETENTION, Deadlines, Ledger, Tokens, random_id, rebased
 from gpuscale.allocator.domain.model import EndCause, Order, Reservation, State, moved
 from gpuscale.allocator.state.archive import RecordFilter
 from gpuscale.allocator.usecases.leases import Leases, Records, every
@@ -151,6 +151,12 @@ def test_an_id_tells_nothing_of_the_fence() -> None:
     assert len(set(ids)) == 100
     assert all(re.fullmatch("r[a-z2-7]{12}", one) for one in ids)
     assert sorted(ids[:50]) != ids[:50], "nor of the order"
+
+
+def test_ids_made_together_are_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Indexes by id are written page by page: ids anywhere in them wrote a page each."""
+    monkeypatch.setattr("gpuscale.allocator.domain.ledger.time_ns", lambda: 1 << 60)
+    assert len({random_id()[:4] for _ in range(100)}) == 1
 
 
 def test_a_renewal_starts_the_lease_anew() -> None:

@@ -23,6 +23,7 @@ from datetime import datetime
 from itertools import islice
 from math import inf
 from os import urandom
+from time import time_ns
 from types import MappingProxyType
 
 from gpuscale.allocator.domain.jobs import JobMember
@@ -83,8 +84,12 @@ _LETTERS = b"abcdefghijklmnopqrstuvwxyz234567" * 8
 
 
 def random_id() -> str:
-    """A new reservation id: 60 random bits, so that it reveals nothing of the fence and is never reused."""
-    return "r" + urandom(12).translate(_LETTERS).decode()
+    """A new reservation id, never reused: three letters of the time, in steps of 17 ms, and 45 random bits.
+
+    It reveals nothing of the fence. Those made together are neighbours in the indexes, so a batch writes few pages of them.
+    """
+    step = time_ns() >> 24 & 0xFFFFFF
+    return "r" + (step.to_bytes(3) + urandom(9)).translate(_LETTERS).decode()
 
 
 class Ledger:
