@@ -1,6 +1,9 @@
 """What is told of reservations and policies, to which targets, and to which addresses nothing is sent."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -8,7 +11,8 @@ from gpuscale.allocator.domain import notifications
 from gpuscale.allocator.domain.jobs import JobMember, ReservedJob
 from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import State
-from tests.support.allocator_values import NOW, WALL, order, reserved
+from gpuscale.allocator.usecases.notifying import Notifying
+from tests.support.allocator_values import NOW, WALL, gpu, node, order, plain_node, reserved
 
 JOB = ReservedJob("train", "python train.py")
 _LEDGER = Ledger(new_id=lambda: "r1")
@@ -70,3 +74,15 @@ def test_a_target_is_told_of_what_it_wants() -> None:
     assert not notifications.Webhook("u", holders=frozenset({"bob"})).wants(event)
     assert not notifications.Webhook("u", policies=frozenset({"long"})).wants(event)
     assert "secret" not in repr(notifications.Webhook("https://chat/secret", "secret"))
+
+
+async def test_a_look_at_the_nodes_costs_what_is_wrong_there_and_not_what_is_there() -> None:
+    store, clock = AsyncMock(), SimpleNamespace(now=lambda: NOW, wall=lambda: WALL)
+    notifying = Notifying(Mock(specs=list), store, cast("Any", clock), ())
+    sick = gpu("GPU-sick", quarantine="XID 48")
+    for quarantine in ("XID 48", "", "XID 48"):
+        notifying.seen([plain_node("n0", 1000), node("n1", replace(sick, quarantine=quarantine))])
+        assert list(notifying._bad) == ["nodes/n1/gpus/gpu-sick"]
+        await notifying._tell_of_nodes()
+    name = "nodes/n1/gpus/gpu-sick"
+    assert [call.args[1:] for call in store.post.mock_calls] == [([name], []), ([], [name]), ([name], [])]

@@ -134,21 +134,23 @@ class Bookings:
             raise AlreadyExistsError(f"{wish.name} already exists", metadata={"name": wish.name})
         return None
 
-    def put(self, one: Booking) -> None:
-        """Add or replace a booking."""
-        self.remove(one.id)
+    def put(self, one: Booking) -> Booking | None:
+        """Add or replace a booking; returns the one before."""
+        before = self.remove(one.id)
         self._all[one.id] = one
         self._by_request[one.request_id] = one.id
         if one.open:
             self.open = tuple(sorted((*self.open, one), key=attrgetter("start", "id")))
         else:
             self.opened.pop(one.id, None)
+        return before
 
-    def remove(self, booking_id: str) -> None:
-        """Remove a booking, if it is known."""
+    def remove(self, booking_id: str) -> Booking | None:
+        """Remove a booking, if it is known; returns it."""
         if (known := self._all.pop(booking_id, None)) is not None:
             self._by_request.pop(known.request_id)
             self.open = tuple(one for one in self.open if one.id != booking_id)
+        return known
 
     def begun(self, one: Booking, wall: float) -> bool:
         """Whether a booking has begun; setting the clock back does not undo that."""

@@ -134,7 +134,8 @@ class Calendar:
         async with self._turn:
             for one in self.bookings.open:
                 await self._look_at(one, now, wall, check=check)
-            if gone := [one.id for one in self.bookings if not one.open and one.end + KEPT < wall]:
+            over = [one for one in self.bookings if not one.open] if check else []
+            if gone := [one.id for one in over if one.end + KEPT < wall]:
                 await self.store.remove(gone)
                 for booking_id in gone:
                     self.bookings.remove(booking_id)
@@ -193,8 +194,7 @@ class Calendar:
 
     async def _put(self, after: Booking) -> Booking:
         """Update a booking: in memory at once, so that nothing is placed on it meanwhile, and on disk."""
-        before = next((one for one in self.bookings if one.id == after.id), None)
-        self.bookings.put(after)
+        before = self.bookings.put(after)
         try:
             await self.store.save(after)
         except errors.GpuscaleError:

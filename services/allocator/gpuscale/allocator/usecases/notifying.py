@@ -125,7 +125,9 @@ class Notifying:
             else:
                 self._down.setdefault(node_name(node.id), now)
             for gpu in node.gpus:
-                self._bad[gpu_name(node.id, gpu.uuid)] = gpu.quarantine
+                name = gpu_name(node.id, gpu.uuid)
+                if gpu.quarantine or name in self._bad or name in self._told:  # few of the fleet's GPUs
+                    self._bad[name] = gpu.quarantine
             if node.forgotten:
                 gone = f"{node_name(node.id)}/"
                 self._bad |= dict.fromkeys((one for one in self._told if one.startswith(gone)), "")
