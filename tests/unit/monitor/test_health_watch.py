@@ -1,22 +1,60 @@
 """What the fleet shows of health: quarantines on its nodes, and that healthy GPUs are passed by quickly but not missed."""
 
+import json
 from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.errors import NotFoundError
-from gpuscale.common.wire import to_duration
+from gpuscale.common.wire import to_duration, to_token
 from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.fleet.record import to_node
-from gpuscale.monitor.health.checks import HOLDS, MOST_REPLAYS_PER_MINUTE, HealthCheck, results
-from gpuscale.monitor.observing.health_servicer import EVERY_SECONDS, HealthWatch, facts_of, looks_well
+from gpuscale.monitor.health.checks import HOLDS, MOST_REPLAYS_PER_MINUTE, Event, HealthCheck, results
+from gpuscale.monitor.health.events import Events, xid_finding
+from gpuscale.monitor.observing.health_servicer import (
+    EVERY_SECONDS,
+    HealthServicer,
+    HealthWatch,
+    facts_of,
+    looks_well,
+)
 from gpuscale.monitor.state.saver import event_from_text, event_to_text
 from gpuscale.monitor.wire import Change, Picture
 from tests.support.clock import ManualClock
 from tests.support.monitor import told_of
 from tests.support.monitor_values import gpu, hello, snapshot, telemetry
+
+
+class Counted(dict[str, Event]):
+    """Counts what is looked up."""
+
+    looked_at = 0
+
+    def __getitem__(self, key: str) -> Event:
+        Counted.looked_at += 1
+        return super().__getitem__(key)
+
+
+async def test_a_page_of_events_looks_at_what_is_on_it_however_many_there_are() -> None:
+    for count in (100, 3000):
+        events, xid = Events("1", most_resolved=count), xid_finding(48)
+        made = [events.begin(HealthCheck.XID, "alpha", "GPU-1", xid, at, 48).id for at in range(count)]
+        events._all, Counted.looked_at = Counted(events._all), 0
+        watch: Any = SimpleNamespace(register=SimpleNamespace(events=events))
+        page = monitor_api.ListHealthEventsRequest(
+            page_size=10, page_token=to_token(json.dumps([[made[count // 2], True]]))
+        )
+        answer = await HealthServicer(watch, Mock(), ManualClock()).ListHealthEvents(page, Mock())
+        shown = [one.name.removeprefix("healthEvents/") for one in answer.health_events]
+        assert shown == made[count // 2 - 10 : count // 2][::-1]
+        assert Counted.looked_at == 11
+
 
 READINGS = {
     "ecc_volatile_uncorrected_count": 1,

@@ -8,6 +8,7 @@ Severity and action of XIDs follow NVIDIA's catalogue (docs.nvidia.com/deploy/xi
 reset, a reboot or a replacement. Faults of programs do not count against the GPU.
 """
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -107,6 +108,7 @@ class Events:
         self._most_resolved = most_resolved
         self._numbered = 0
         self._all: dict[str, Event] = {}
+        self._ids: list[str] = []  # in order: each new one is the last
         self._resolved: deque[str] = deque()
         self.changed: set[str] = set()
         self.unsaved: set[str] = set()
@@ -115,7 +117,7 @@ class Events:
     def restore(self, before: Iterable[Event]) -> None:
         """Add the events of earlier runs. Call it first."""
         for event in sorted(before, key=lambda event: event.id):
-            self._all[event.id] = event
+            self._put(event)
             self._run = max(self._run, f"{int(event.id.partition('-')[0], 16) + 1:08x}")
             if event.resolved_at is not None:
                 self._over[event.check, event.node, event.uuid.lower(), event.xid] = event.last_at
@@ -143,9 +145,10 @@ class Events:
         """An event by id; None if it is not kept."""
         return self._all.get(key)
 
-    def newest_first(self) -> Iterator[Event]:
-        """All events, newest first."""
-        return reversed(self._all.values())
+    def newest_first(self, before: str = "") -> Iterator[Event]:
+        """All events, newest first; only those with lower ids than `before`, if there is one."""
+        end = bisect_left(self._ids, before) if before else len(self._ids)
+        return map(self._all.__getitem__, reversed(self._ids[:end]))
 
     def lasting(self) -> list[Event]:
         """Unresolved events, newest first."""
@@ -157,7 +160,7 @@ class Events:
         """Add an unresolved event."""
         self._numbered += 1
         event = Event(f"{self._run}-{self._numbered:08x}", check, node, uuid, finding, at, at, xid)
-        self._all[event.id] = event
+        self._put(event)
         self._note(event)
         return event
 
@@ -187,6 +190,10 @@ class Events:
             event.cleared = True
             self._note(event)
 
+    def _put(self, event: Event) -> None:
+        self._all[event.id] = event
+        self._ids.append(event.id)
+
     def _note(self, event: Event) -> None:
         self.changed.add(event.id)
         self.unsaved.add(event.id)
@@ -194,7 +201,8 @@ class Events:
     def _drop_oldest(self) -> None:
         while len(self._resolved) > self._most_resolved:
             key = self._resolved.popleft()
-            self._all.pop(key, None)
+            if self._all.pop(key, None):
+                del self._ids[bisect_left(self._ids, key)]
             self.unsaved.add(key)
 
 

@@ -252,16 +252,17 @@ class HealthServicer(api.HealthServiceServicer):
         self._dates = dates = Dates.of(self._clock, self._dates)
         asked = {checks.HealthCheck(check) for check in request.checks}
         period = asked_period(request)
-        found = [
-            event
-            for event in events.newest_first()
-            if _about(event, node, request.uuid)
-            and (not asked or event.check in asked)
-            and (request.show_resolved or event.resolved_at is None)
-            and (not period or period.meets(*dates.span(event.started_at, event.resolved_at)))
-        ]
+
+        def is_wanted(event: checks.Event) -> bool:
+            return (
+                _about(event, node, request.uuid)
+                and (not asked or event.check in asked)
+                and (request.show_resolved or event.resolved_at is None)
+                and (not period or period.meets(*dates.span(event.started_at, event.resolved_at)))
+            )
+
         shown, token = listed(
-            found,
+            lambda last: filter(is_wanted, events.newest_first(last)),
             request,
             api.HealthEvent,
             key=lambda event: event.id,
