@@ -4,12 +4,14 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import grpc
 import pytest
 from google.protobuf.field_mask_pb2 import FieldMask
 
 from gpuscale.api.autoscaler import v1 as api
+from gpuscale.autoscaler.state import store
 from gpuscale.common.rpc.status import from_rpc_error
 from gpuscale.common.wire import seconds
 from tests.support.autoscaler_app import GREATER, TIMEOUT, Autoscaler, reason, running, scaling, step
@@ -114,6 +116,16 @@ async def test_rules_are_listed_in_the_order_in_which_they_are_read_and_filtered
     assert await rules.list(signal="depth") == [EXTRA, down, UP]
     assert await rules.list(disabled=True) == [EXTRA]
     assert await rules.list(disabled=False, page_size=2) == [down, night]
+    for number in range(9):
+        await rules.autoscaler.create(scaling(name=f"e-{number}"))
+    every, found, asked = await rules.list(), list[str](), api.ListRulesRequest(page_size=3)
+    looked_at = patch.object(store, "rule_changes", side_effect=store.rule_changes)
+    while not found or asked.page_token:
+        with looked_at as looks:
+            page = await rules.stub.ListRules(asked, timeout=TIMEOUT)
+        assert looks.call_count <= 3, "of ten endpoints"
+        found, asked.page_token = found + [one.name for one in page.rules], page.next_page_token
+    assert (found, len(every)) == (every, 4 + 9 * 2)
 
 
 async def test_an_update_changes_what_it_names_and_tells_unset_cleared_and_zero_apart(rules: Rules) -> None:

@@ -1,8 +1,9 @@
 """EndpointService and RuleService on the wire: every change of a rule changes its endpoint's spec."""
 
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any, Final
 
 from google.protobuf.field_mask_pb2 import FieldMask
@@ -39,7 +40,14 @@ from gpuscale.common.security.auth import (
     require_priority,
 )
 from gpuscale.common.store.store import Store
-from gpuscale.common.wire import absence_allowed, fingerprint, merge, optional_timestamp, to_duration
+from gpuscale.common.wire import (
+    absence_allowed,
+    fingerprint,
+    merge,
+    optional_timestamp,
+    page_limit,
+    to_duration,
+)
 
 DEFAULT_BYTES: Final = 65_536
 """Default number of bytes of a part."""
@@ -194,6 +202,11 @@ class RuleView:
     etag: str
     since_change: float | None = None
 
+    @property
+    def place(self) -> str:
+        """Its place among the rules of all endpoints."""
+        return f"{self.endpoint} {self.rule.priority + _PRIORITIES:010d} {self.rule.id}"
+
 
 def _rule(endpoint: str, spec: EndpointSpec, rule_id: str) -> Rule:
     """The rule with an id; NotFoundError if there is none."""
@@ -228,12 +241,12 @@ class RuleServicer(api.RuleServiceServicer):
     async def GetRule(self, request: api.GetRuleRequest, context: Context) -> api.GetRuleResponse:
         ids = parse(RULE, request.name)
         found = await self._store.read(partial(find_endpoint, endpoint_id=ids["endpoint"]))
-        wanted = _rule(ids["endpoint"], found.spec, ids["rule"])
-        [view] = await self._views([found], lambda rule: rule is wanted)
-        return api.GetRuleResponse(rule=_view_to_wire(view))
+        _rule(ids["endpoint"], found.spec, ids["rule"])
+        return api.GetRuleResponse(rule=await self._view(found, ids["rule"]))
 
     async def ListRules(self, request: api.ListRulesRequest, context: Context) -> api.ListRulesResponse:
-        endpoint = parse(ENDPOINT, request.parent, "parent")["endpoint"] if request.parent else ""
+        parent = parse(ENDPOINT, request.parent, "parent")["endpoint"] if request.parent else ""
+        now, most = self._clock.now(), page_limit(request.page_size) + 1
 
         def is_wanted(rule: Rule) -> bool:
             if request.HasField("disabled") and request.disabled != rule.disabled:
@@ -242,14 +255,22 @@ class RuleServicer(api.RuleServiceServicer):
                 return False
             return not request.kind or request.kind == to_wire(api.Rule(), rule).WhichOneof("kind")
 
-        every = await self._store.read(store.endpoints)
-        found, token = listed(
-            await self._views([one for one in every if endpoint in {"", one.id}], is_wanted),
-            request,
-            api.EndpointRule,
-            key=lambda view: f"{view.endpoint} {view.rule.priority + _PRIORITIES:010d} {view.rule.id}",
-            encode=_view_to_wire,
-        )
+        def read(connection: Connection) -> tuple[Sequence[api.EndpointRule], str]:
+            def endpoints(last: str) -> Iterator[Endpoint]:
+                if found := store.endpoint(connection, last):
+                    yield found
+                while not parent and (some := store.endpoints(connection, last, most)):
+                    yield from some
+                    last = some[-1].id
+
+            def beyond(last: str) -> Iterator[RuleView]:
+                every = endpoints(parent or last.partition(" ")[0])
+                views = (view for one in every for view in _views(connection, one, now))
+                return (view for view in views if view.place > last and is_wanted(view.rule))
+
+            return listed(beyond, request, api.EndpointRule, key=attrgetter("place"), encode=_view_to_wire)
+
+        found, token = await self._store.read(read)
         return api.ListRulesResponse(rules=found, next_page_token=token)
 
     async def UpdateRule(self, request: api.UpdateRuleRequest, context: Context) -> api.UpdateRuleResponse:
@@ -309,24 +330,19 @@ class RuleServicer(api.RuleServiceServicer):
             if not faults:
                 raise
             raise InvalidArgumentError.of(faults) from error
-        [found] = await self._views([view.endpoint], lambda rule: rule.id == rule_id)
-        return _view_to_wire(found)
+        return await self._view(view.endpoint, rule_id)
 
-    async def _views(
-        self, endpoints: Iterable[Endpoint], wanted: Callable[[Rule], bool]
-    ) -> Sequence[RuleView]:
-        chosen = list(endpoints)
+    async def _view(self, endpoint: Endpoint, rule_id: str) -> api.EndpointRule:
+        views = await self._store.read(partial(_views, endpoint=endpoint, now=self._clock.now()))
+        return next(_view_to_wire(one) for one in views if one.rule.id == rule_id)
 
-        def read(connection: Connection) -> list[dict[str, float]]:
-            return [store.rule_changes(connection, one.id) for one in chosen]
 
-        now = self._clock.now()
-        return [
-            RuleView(one.id, rule, one.etag, now - changes[rule.id] if rule.id in changes else None)
-            for one, changes in zip(chosen, await self._store.read(read), strict=True)
-            for rule in in_order(one.spec.rules)
-            if wanted(rule)
-        ]
+def _views(connection: Connection, endpoint: Endpoint, now: float) -> Sequence[RuleView]:
+    changes = store.rule_changes(connection, endpoint.id)
+    return [
+        RuleView(endpoint.id, one, endpoint.etag, now - changes[one.id] if one.id in changes else None)
+        for one in in_order(endpoint.spec.rules)
+    ]
 
 
 def _view_to_wire(view: RuleView) -> api.EndpointRule:
