@@ -1,7 +1,7 @@
 """A whole allocator in this process: real server, real store, a fake fleet."""
 
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from gpuscale.common.store.leadership import Candidate
 from gpuscale.common.store.term import Term
 from gpuscale.common.wire import to_duration
 from tests.support.fake_fleet import FakeFleet, serving
+from tests.support.tokens import token, write_tokens
 from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
@@ -182,6 +183,46 @@ async def running(
         yield client
 
 
+CALLERS = {
+    "ann": "operator",
+    "bob": "operator",
+    "ml": "operator",
+    "scaler": "operator",
+    "ada": "admin",
+    "eve": "viewer",
+}
+LIMITS = {"ml": 'tenants = ["ml", "vision"]\nmax_priority = 10\n', "scaler": 'tenants = ["*"]\n'}
+
+
+@asynccontextmanager
+async def callers(
+    data_dir: Path, fleet: FakeFleet, *names: str, clock: Clock | None = None, **settings: object
+) -> AsyncGenerator[tuple[AsyncClient, ...]]:
+    """Clients of an allocator by the tokens of these callers; unless told, of `ann`, `bob` and `ada`."""
+    file = data_dir / "tokens.toml"
+    tables = [
+        write_tokens(file, **{name: role}).read_text() + LIMITS.get(name, "")
+        for name, role in CALLERS.items()
+    ]
+    file.write_text("".join(tables))
+    options = {"clock": clock, "authenticator": Authenticator(tokens_file=file), **settings}
+    async with AsyncExitStack() as stack:
+        fleet_address = await stack.enter_async_context(serving(fleet))
+        address = await stack.enter_async_context(allocator(data_dir, fleet_address, **options))
+        clients = [
+            await stack.enter_async_context(connect_async(address, token=token(name)))
+            for name in names or ("ann", "bob", "ada")
+        ]
+        await _heard(clients[0])
+        yield tuple(clients)
+
+
+async def _heard(client: AsyncClient) -> None:
+    """Wait until the allocator has heard from the fleet."""
+    request = allocator_api.RankNodesRequest()
+    await eventually(lambda: client.capacity.RankNodes(request), retry_on=(errors.UnavailableError,))
+
+
 @asynccontextmanager
 async def allocator_client(
     data_dir: Path, fleet: FakeFleet, *, clock: Clock | None = None, **settings: object
@@ -192,10 +233,7 @@ async def allocator_client(
         allocator(data_dir, fleet_address, clock=clock, **settings) as address,
         connect_async(address) as client,
     ):
-        await eventually(
-            lambda: client.capacity.RankNodes(allocator_api.RankNodesRequest()),
-            retry_on=(errors.UnavailableError,),
-        )
+        await _heard(client)
         yield client
 
 

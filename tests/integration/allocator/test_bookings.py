@@ -1,8 +1,7 @@
 """Bookings over real gRPC and a real store: kept free, claimed, given back, moved; through restarts and steps of the clock."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -20,16 +19,12 @@ from gpuscale.client import (
     NotFoundError,
     PermissionDeniedError,
     ResourceExhaustedError,
-    UnavailableError,
-    connect_async,
 )
 from gpuscale.common import wire
 from gpuscale.common.rpc import feed
 from gpuscale.common.runtime.tasks import SystemClock
-from gpuscale.common.security.auth import Authenticator
-from tests.support.allocator import allocator, reread, reserve_request
-from tests.support.fake_fleet import FakeFleet, NodeState, node_message, serving
-from tests.support.tokens import token, write_tokens
+from tests.support.allocator import callers, reread, reserve_request
+from tests.support.fake_fleet import FakeFleet, NodeState, node_message
 from tests.support.waiting import eventually
 
 HOUR = 3600.0
@@ -62,27 +57,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> MovedClock:
 def fleet(**nodes: int) -> FakeFleet:
     """Nodes whose readings stay fresh for as long as time is let pass."""
     return FakeFleet(*(node_message(name, count=count, period=30 * DAY) for name, count in nodes.items()))
-
-
-@asynccontextmanager
-async def site(
-    folder: Path, clock: MovedClock, telling: FakeFleet, *names: str, **settings: object
-) -> AsyncGenerator[tuple[AsyncClient, ...]]:
-    """Clients of an allocator: `ann` and `bob` are operators, `ada` is admin."""
-    tokens = write_tokens(folder / "tokens.toml", ann="operator", bob="operator", ada="admin", eve="viewer")
-    async with (
-        serving(telling) as address,
-        allocator(
-            folder, address, clock=clock, authenticator=Authenticator(tokens_file=tokens), **settings
-        ) as server,
-    ):
-        clients = [connect_async(server, token=token(name)) for name in names or ("ann", "bob", "ada")]
-        await eventually(
-            lambda: clients[0].capacity.RankNodes(api.RankNodesRequest()), retry_on=(UnavailableError,)
-        )
-        yield tuple(clients)
-        for client in clients:
-            await client.close()
 
 
 async def book(
@@ -124,7 +98,7 @@ async def until(meets: Callable[[api.Reservation], bool], client: AsyncClient, n
 async def test_what_is_booked_is_kept_free_of_what_would_run_into_it(
     tmp_path: Path, clock: MovedClock
 ) -> None:
-    async with site(tmp_path, clock, fleet(n0=2)) as (ann, bob, _):
+    async with callers(tmp_path, fleet(n0=2), clock=clock) as (ann, bob, _):
         made = await book(ann, clock, 2, at=2 * HOUR, name="demo")
         assert (made.name, made.owner, made.state) == ("bookings/demo", "ann", State.STATE_BOOKED)
         assert list(made.gpus) == ["nodes/n0/gpus/n0-0", "nodes/n0/gpus/n0-1"]
@@ -159,7 +133,7 @@ async def test_what_is_booked_is_kept_free_of_what_would_run_into_it(
 async def test_a_lease_without_a_limit_gives_way_to_a_booking_beyond_the_horizon(
     tmp_path: Path, clock: MovedClock
 ) -> None:
-    async with site(tmp_path, clock, fleet(n0=1)) as (ann, bob, _):
+    async with callers(tmp_path, fleet(n0=1), clock=clock) as (ann, bob, _):
         held = await bob.reserve(1, **WEEK)
         with pytest.raises(ResourceExhaustedError, match=r"Book a start of .* or later"):
             await book(ann, clock, at=23 * HOUR)
@@ -177,7 +151,7 @@ async def test_a_lease_without_a_limit_gives_way_to_a_booking_beyond_the_horizon
 async def test_what_nobody_claims_is_given_back_and_so_is_what_the_owner_released(
     tmp_path: Path, clock: MovedClock
 ) -> None:
-    async with site(tmp_path, clock, fleet(n0=2)) as (ann, bob, _):
+    async with callers(tmp_path, fleet(n0=2), clock=clock) as (ann, bob, _):
         never = await book(ann, clock, at=HOUR)
         once = await book(ann, clock, at=HOUR)
         clock.ahead += HOUR + 1
@@ -203,7 +177,7 @@ async def test_what_nobody_claims_is_given_back_and_so_is_what_the_owner_release
 async def test_a_claim_waits_for_the_start_and_a_step_of_the_clock_ends_no_lease(
     tmp_path: Path, clock: MovedClock
 ) -> None:
-    async with site(tmp_path, clock, fleet(n0=1)) as (ann, bob, _):
+    async with callers(tmp_path, fleet(n0=1), clock=clock) as (ann, bob, _):
         held = await bob.reserve(1, time_limit=HOUR, **WEEK)
         made = await book(ann, clock, at=1.5 * HOUR, hours=1)
         with pytest.raises(FailedPreconditionError, match="begins") as early:
@@ -232,10 +206,10 @@ async def test_a_claim_waits_for_the_start_and_a_step_of_the_clock_ends_no_lease
 async def test_a_booking_is_kept_while_the_allocator_is_away_over_its_start(
     tmp_path: Path, clock: MovedClock
 ) -> None:
-    async with site(tmp_path, clock, fleet(n0=1)) as (ann, *_):
+    async with callers(tmp_path, fleet(n0=1), clock=clock) as (ann, *_):
         await book(ann, clock, at=HOUR, name="demo")
     clock.ahead += 1.5 * HOUR  # and over the quarter of an hour after it
-    async with site(tmp_path, clock, fleet(n0=1)) as (ann, bob, _):
+    async with callers(tmp_path, fleet(n0=1), clock=clock) as (ann, bob, _):
         with pytest.raises(ResourceExhaustedError, match="bookings/demo"):
             await bob.reserve(1)
         assert len((await ann.reserve(1, booking="demo")).gpus) == 1
@@ -244,7 +218,12 @@ async def test_a_booking_is_kept_while_the_allocator_is_away_over_its_start(
 async def test_everybody_sees_who_booked_what_and_only_its_owner_and_admins_change_it(
     tmp_path: Path, clock: MovedClock
 ) -> None:
-    async with site(tmp_path, clock, fleet(n0=2), "ann", "bob", "ada", "eve") as (ann, bob, ada, eve):
+    async with callers(tmp_path, fleet(n0=2), "ann", "bob", "ada", "eve", clock=clock) as (
+        ann,
+        bob,
+        ada,
+        eve,
+    ):
         made = await book(ann, clock, at=HOUR, name="a1")
         await book(bob, clock, at=HOUR, name="b1")
         page = await eve.bookings.ListBookings(api.ListBookingsRequest(filter="owner = ann"))
@@ -275,7 +254,7 @@ async def test_what_cannot_be_booked_is_refused_by_its_field(tmp_path: Path, clo
         ({"cpu_milli": 4000}, "booking.ask.cpu_milli"), ({"mig_profile": "1g.10gb"}, "booking.ask.mig_profile"),
         ({"hours": 400}, "booking.duration"), ({"gpus": 0}, "booking.ask.gpu_count"), ({"at": 2.516e11}, "booking.start_time"),
     ]  # fmt: skip
-    async with site(tmp_path, clock, fleet(n0=1)) as (ann, *_):
+    async with callers(tmp_path, fleet(n0=1), clock=clock) as (ann, *_):
         for fields, field in wrong:
             with pytest.raises(InvalidArgumentError) as refused:
                 await book(ann, clock, **({"at": HOUR} | fields))
@@ -288,7 +267,7 @@ async def test_a_booking_of_an_older_version_that_ends_after_the_last_year_is_li
     tmp_path: Path, clock: MovedClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(use_case, "LATEST", float("inf"))
-    async with site(tmp_path, clock, fleet(n0=1)) as (ann, *_):
+    async with callers(tmp_path, fleet(n0=1), clock=clock) as (ann, *_):
         start = datetime(9999, 12, 31, 23, tzinfo=UTC) - clock.wall()
         made = await book(ann, clock, at=start.total_seconds())
         for told in (made.start_time, made.end_time):
@@ -299,7 +278,7 @@ async def test_a_booking_of_an_older_version_that_ends_after_the_last_year_is_li
 
 
 async def test_quotas_count_what_is_booked(tmp_path: Path, clock: MovedClock) -> None:
-    async with site(tmp_path, clock, fleet(n0=4)) as (ann, bob, ada):
+    async with callers(tmp_path, fleet(n0=4), clock=clock) as (ann, bob, ada):
         quota = api.Quota(name="quotas/ann", gpu_milli_limit=2000)
         await ada.quotas.SetQuota(api.SetQuotaRequest(quota=quota))
         await book(ann, clock, 2, at=2 * HOUR)
@@ -318,7 +297,7 @@ async def test_a_booking_is_moved_from_gpus_that_cannot_be_used_and_says_so(
     tmp_path: Path, clock: MovedClock
 ) -> None:
     telling = fleet(n0=1, n1=1)
-    async with site(tmp_path, clock, telling) as (ann, _, ada):
+    async with callers(tmp_path, telling, clock=clock) as (ann, _, ada):
         made = await book(ann, clock, at=HOUR)
         assert list(made.gpus) == ["nodes/n0/gpus/n0-0"]
         await ada.nodes.CordonNode(api.CordonNodeRequest(name="nodes/n0"))
@@ -334,7 +313,7 @@ async def test_watchers_are_told_of_bookings_that_are_made_claimed_and_over(
     tmp_path: Path, clock: MovedClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(feed, "PERIOD", 0.02)
-    async with site(tmp_path, clock, fleet(n0=2), "ann", "eve") as (ann, eve):
+    async with callers(tmp_path, fleet(n0=2), "ann", "eve", clock=clock) as (ann, eve):
         made = await book(ann, clock, at=60)
         seen = Mirror()
 

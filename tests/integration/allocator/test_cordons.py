@@ -26,12 +26,10 @@ from gpuscale.client import (
     connect_async,
 )
 from gpuscale.common.runtime import tasks
-from gpuscale.common.security.auth import Authenticator
 from gpuscale.common.wire import to_datetime, to_duration
-from tests.support.allocator import allocator, allocator_client, calling, reread
+from tests.support.allocator import allocator, allocator_client, callers, calling, reread
 from tests.support.clock import ManualClock
 from tests.support.fake_fleet import FakeFleet, gpu_message, node_message, serving
-from tests.support.tokens import token, write_tokens
 from tests.support.waiting import eventually
 
 N0, N1, GPU = "nodes/n0", "nodes/n1", "nodes/n0/gpus/n0-0"
@@ -250,28 +248,21 @@ async def test_a_drain_that_a_crash_cut_short_goes_on_before_any_node_reported(
 
 
 async def test_what_an_admin_drains_no_operator_lifts_or_rewrites(tmp_path: Path) -> None:
-    tokens = write_tokens(tmp_path / "tokens.toml", ada="admin", oli="operator")
-    async with (
-        serving(fleet()) as fleet_address,
-        allocator(tmp_path, fleet_address, authenticator=Authenticator(tokens_file=tokens)) as address,
-        connect_async(address, token=token("ada")) as ada,
-        connect_async(address, token=token("oli")) as oli,
-    ):
-        await eventually(lambda: cordon(oli, GPU), retry_on=(NotFoundError,))
-        for client in (oli, ada):  # what takes an operator to do takes an operator to undo
+    async with callers(tmp_path, fleet(), "ada", "ann") as (ada, ann):
+        for client in (ann, ada):  # what takes an operator to do takes an operator to undo
             await cordon(ada, GPU, "mine")
             await uncordon(client, GPU)
-        await cordon(oli, N0, "fan")
+        await cordon(ann, N0, "fan")
         await drain(ada, N0, 3600, "recall")
         with pytest.raises(PermissionDeniedError, match=r"nodes/n0 is drained by ada: .* needs role admin"):
-            await uncordon(oli, N0)
+            await uncordon(ann, N0)
         with pytest.raises(PermissionDeniedError):
-            await oli.nodes.UncordonNode(api.UncordonNodeRequest(name=N0, validate_only=True))
-        kept = await cordon(oli, N0, "no matter")
+            await ann.nodes.UncordonNode(api.UncordonNodeRequest(name=N0, validate_only=True))
+        kept = await cordon(ann, N0, "no matter")
         assert (kept.reason, kept.author, kept.HasField("drain_deadline")) == ("recall", "ada", True)
-        assert [one.target for one in await cordons(oli)] == [N0]
+        assert [one.target for one in await cordons(ann)] == [N0]
         await uncordon(ada, N0)
-        assert await cordons(oli) == []
+        assert await cordons(ann) == []
 
 
 async def told(client: AsyncClient, name: str, clock: ManualClock) -> tuple[str, float | None]:

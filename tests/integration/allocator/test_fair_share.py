@@ -10,8 +10,8 @@ from gpuscale.allocator.usecases import accounting
 from gpuscale.api.allocator import v1 as api
 from gpuscale.client import AsyncClient
 from gpuscale.common import wire
-from tests.integration.allocator.test_bookings import HOUR, WEEK, MovedClock, fleet, site
-from tests.support.allocator import release, reserve_request
+from tests.integration.allocator.test_bookings import HOUR, WEEK, MovedClock, fleet
+from tests.support.allocator import callers, release, reserve_request
 from tests.support.waiting import eventually
 
 
@@ -26,7 +26,11 @@ async def test_who_held_more_waits_longer_where_the_past_counts(
 ) -> None:
     monkeypatch.setattr(accounting, "PAST", 0.02)
     clock = MovedClock()
-    async with site(tmp_path, clock, fleet(n0=2), past_use_half_life_days=half_life) as (ann, bob, ada):
+    async with callers(tmp_path, fleet(n0=2), clock=clock, past_use_half_life_days=half_life) as (
+        ann,
+        bob,
+        ada,
+    ):
         lease = await ann.reserve(1, **WEEK)
         clock.ahead += 2 * HOUR
         await lease.release()

@@ -1,24 +1,19 @@
 """What becomes of a reservation: renewed, released, listed, run out, kept over restarts and reboots, forgotten."""
 
 import json
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from unittest.mock import patch
-from uuid import uuid4
 
-import grpc
 import pytest
 
 from gpuscale.allocator.domain.ledger import RETENTION
 from gpuscale.allocator.servicers.servicer import AllocatorServicer
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.common import errors
-from gpuscale.common.security.auth import Context, Metadata, Principal, Role
 from gpuscale.common.wire import last_key, open_page
-from tests.support.allocator import Client, Reservation, allocator, running
+from tests.support.allocator import Client, Reservation, callers, release, reread, reserve_request, running
 from tests.support.clock import ManualClock
-from tests.support.fake_fleet import FakeFleet, node_message, serving
+from tests.support.fake_fleet import FakeFleet, node_message
 from tests.support.waiting import eventually
 
 
@@ -108,59 +103,31 @@ async def test_an_ended_reservation_is_forgotten_two_weeks_later_and_its_fence_i
         assert (await client.reserve()).fence > granted.fence
 
 
-class Named:
-    """An authenticator that believes whom the metadata names."""
-
-    def identify(self, context: Context, path: str, peer: str, metadata: Metadata) -> Principal:
-        name = str(dict(metadata).get("who", "nobody"))
-        return Principal(name, Role.ADMIN if name == "root" else Role.OPERATOR, "token")
-
-
-@asynccontextmanager
-async def callers(data_dir: Path, *names: str) -> AsyncGenerator[list[Client]]:
-    """Clients of one allocator, one for each name."""
-
-    class Who(grpc.aio.UnaryUnaryClientInterceptor):
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        async def intercept_unary_unary(self, continuation, details, request):
-            return await continuation(details._replace(metadata=(("who", self.name),)), request)
-
-    async with (
-        serving(FakeFleet(node_message("n0", count=4))) as fleet,
-        allocator(data_dir, fleet, authenticator=Named()) as address,
-    ):
-        channels = [grpc.aio.insecure_channel(address, interceptors=[Who(name)]) for name in names]
-        clients = [Client(allocator_api.AllocatorServiceStub(channel)) for channel in channels]
-        await clients[0].ready()
-        yield clients
-        for channel in channels:
-            await channel.close()
-
-
 async def test_only_the_owner_or_an_admin_may_change_a_reservation(tmp_path: Path) -> None:
     """Nor does a request id that leaked give anybody else the handle of the grant."""
-    request_id = str(uuid4())
-    async with callers(tmp_path, "ann", "bob", "root") as (ann, bob, root):
-        granted = await ann.reserve(request_id=request_id)
+    request = reserve_request()
+    async with callers(tmp_path, FakeFleet(node_message("n0", count=4))) as (ann, bob, ada):
+        granted = (await ann.allocator.Reserve(request)).reservation
         assert granted.owner == "ann"
         with pytest.raises(errors.AlreadyExistsError):
-            await bob.reserve(request_id=request_id)
-        for call in (bob.renew, bob.release):
-            with pytest.raises(errors.PermissionDeniedError) as caught:
-                await call(granted)
-            assert caught.value.reason == "NOT_OWNER"
-        told = await bob.get(granted.name)
+            await bob.allocator.Reserve(request)
+        told = await reread(bob, granted.name)
         assert (told.state, told.fence) == (Reservation.STATE_ACTIVE, 0)
-        for call in (bob.renew, bob.release):  # without the fence, which is not told to everybody
-            with pytest.raises(errors.PermissionDeniedError, match="belongs to ann") as caught:
-                await call(told)
-            assert (caught.value.reason, caught.value.metadata["owner"]) == ("NOT_OWNER", "ann")
+        for fence in (granted.fence, 0):  # without the fence, too, which is not told to everybody
+            change = {"name": granted.name, "fence": fence}
+            for refused in (
+                bob.allocator.RenewReservation(allocator_api.RenewReservationRequest(**change)),
+                bob.allocator.ReleaseReservation(allocator_api.ReleaseReservationRequest(**change)),
+            ):
+                with pytest.raises(errors.PermissionDeniedError, match="belongs to ann") as caught:
+                    await refused
+                assert (caught.value.reason, caught.value.metadata["owner"]) == ("NOT_OWNER", "ann")
         with pytest.raises(errors.FailedPreconditionError, match="fence 0 does not belong"):
-            await ann.release(told)
-        assert (await root.renew(granted)).owner == "ann"
-        assert (await root.release(granted)).state == Reservation.STATE_RELEASED
+            await release(ann, told)
+        renewal = allocator_api.RenewReservationRequest(name=granted.name, fence=granted.fence)
+        assert (await ada.allocator.RenewReservation(renewal)).reservation.owner == "ann"
+        await release(ada, granted)
+        assert (await reread(ada, granted.name)).state == Reservation.STATE_RELEASED
 
 
 async def _gone(client: Client, one: Reservation) -> bool:

@@ -13,9 +13,9 @@ from gpuscale import client as library
 from gpuscale.allocator.usecases import accounting
 from gpuscale.api.allocator import v1 as api
 from gpuscale.common.rpc import feed
-from tests.integration.allocator.test_bookings import DAY, HOUR, WEEK, MovedClock, book, fleet, site
+from tests.integration.allocator.test_bookings import DAY, HOUR, WEEK, MovedClock, book, fleet
 from tests.integration.allocator.test_fair_share import waiting
-from tests.support.allocator import allocator_client
+from tests.support.allocator import allocator_client, callers
 from tests.support.fake_fleet import FakeFleet, node_message
 from tests.support.waiting import eventually
 
@@ -135,7 +135,7 @@ async def test_hours_of_the_month_outlast_a_restart_and_let_nobody_in_until_it_e
     clock = MovedClock()
     now = clock.wall()
     clock.set_by = (now.replace(day=15, hour=12, minute=0) - now).total_seconds()
-    async with site(tmp_path, clock, fleet(n0=4)) as (ann, bob, ada):
+    async with callers(tmp_path, fleet(n0=4), clock=clock) as (ann, bob, ada):
         await put(ada, name="quotas/ann", gpu_hours_per_month=10)
         lease = await ann.reserve(2, **WEEK)
         booked = await book(ann, clock, at=DAY, hours=2)
@@ -146,7 +146,7 @@ async def test_hours_of_the_month_outlast_a_restart_and_let_nobody_in_until_it_e
             await book(ann, clock, at=2 * DAY, hours=9)
         clock.ahead += 4 * HOUR
         await lease.release()
-    async with site(tmp_path, clock, fleet(n0=4)) as (ann, bob, ada):
+    async with callers(tmp_path, fleet(n0=4), clock=clock) as (ann, bob, ada):
         quota = (await ada.quotas.GetQuota(api.GetQuotaRequest(name="quotas/ann"))).quota
         assert (round(quota.gpu_hours_used, 2), quota.gpu_hours_booked, quota.gpu_hours_per_month) == (
             8,

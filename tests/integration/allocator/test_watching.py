@@ -7,12 +7,9 @@ import pytest
 
 from gpuscale.allocator.servicers import answers
 from gpuscale.api.allocator import v1 as api
-from gpuscale.client import AsyncClient, connect_async
-from gpuscale.common.security.auth import Authenticator
-from tests.support.allocator import allocator, allocator_client, release
-from tests.support.fake_fleet import FakeFleet, node_message, serving
-from tests.support.tokens import token, write_tokens
-from tests.support.waiting import eventually
+from gpuscale.client import AsyncClient
+from tests.support.allocator import allocator_client, callers, release
+from tests.support.fake_fleet import FakeFleet, node_message
 
 Told = api.WatchReservationsResponse
 
@@ -71,16 +68,11 @@ async def test_watchers_cost_a_message_of_each_reservation_and_renewals_none(
 
 
 async def test_only_its_owner_and_admins_see_the_fence_in_a_watch(tmp_path: Path) -> None:
-    tokens = write_tokens(tmp_path / "tokens.toml", oli="operator", ada="admin", vic="viewer", ann="operator")
-    async with (
-        serving(FakeFleet(node_message("n0", count=2))) as fleet,
-        allocator(tmp_path, fleet, authenticator=Authenticator(tokens_file=tokens)) as address,
-        connect_async(address, token=token("oli")) as oli,
-    ):
-        held = await eventually(lambda: oli.reserve(1, "me"))
-        for name, fence in {"oli": held.fence, "vic": 0, "ada": held.fence, "ann": 0}.items():
-            async with connect_async(address, token=token(name)) as client:
-                assert [one.fence for one in (await first(client)).reservations] == [fence], name
+    names = ("ann", "eve", "ada", "bob")
+    async with callers(tmp_path, FakeFleet(node_message("n0", count=2)), *names) as clients:
+        held = await clients[0].reserve(1, "me")
+        seen = [[one.fence for one in (await first(client)).reservations] for client in clients]
+        assert seen == [[held.fence], [0], [held.fence], [0]]
 
 
 async def test_a_lease_is_checked_on_a_node_by_its_name_or_id(tmp_path: Path) -> None:
