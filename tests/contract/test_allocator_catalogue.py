@@ -117,6 +117,11 @@ ROWS = (
     bad(22, "ask.gpus", gpus=["nodes/n0/gpus/N0-0"]),
     bad(23, "ask.gpus", gpus=["nodes/n0/gpus/n0-0", "nodes/n0/gpus/n0-0"]),
     bad(24, "ask.gpu_memory_bytes", gpu_milli=1000, gpu_memory_bytes=1 << 30),
+    bad(0, "ask.gpus[0]", gpus=["nodes/n0/gpus/a"], excluded_gpus=["nodes/n0/gpus/a"]),
+    bad(0, "ask.gpus[0]", gpus=["nodes/n0/gpus/a"], excluded_nodes=["nodes/n0"]),
+    bad(0, "ask.gpus[0]", gpus=["nodes/n0/gpus/a"], nodes=["nodes/n1"]),
+    bad(0, "ask.nodes[0]", nodes=["nodes/n0"], excluded_nodes=["nodes/n0"]),
+    bad(0, "may_preempt", may_preempt=True),
     Row(25, "nothing asked", empty_ask, errors.InvalidArgumentError, "ask"),
     reserve(26, "a silent node", errors.FailedPreconditionError, "NODE_NOT_ONLINE", nodes=["nodes/silent"]),
     # Row 26 wants FAILED_PRECONDITION here too; but a cordon and a quarantine are lifted, and a wait may help.

@@ -72,32 +72,6 @@ def test_who_closes_the_last_channel_waits_for_no_thread_that_lets_go_of_a_plugi
     assert (ran.code, ran.out.split()[1:]) == (0, ["True"] * 5), ran
 
 
-@pytest.mark.parametrize("trouble", ["plain text", "another authority"])
-async def test_clients_that_do_not_fit_are_not_served(tmp_path: Path, trouble: str) -> None:
-    """M14: to the client every failure of TLS is UNAVAILABLE."""
-    authority, other = Authority(tmp_path), Authority(tmp_path, "other")
-    tls = None if trouble == "plain text" else other.trust()
-    async with serve(options=ServerOptions(tls=authority.server())) as served:
-        with pytest.raises(errors.UnavailableError):
-            await release(served, tls, timeout=30.0)
-
-
-@pytest.mark.parametrize("trouble", ["none", "another authority", "expired"])
-async def test_client_certificates_that_do_not_count(tmp_path: Path, trouble: str) -> None:
-    authority, other = Authority(tmp_path), Authority(tmp_path, "other")
-    uri = f"{SPIFFE}/admin/mallory"
-    foreign = other.client(uri, "foreign")
-    clients = {
-        "none": authority.trust(),
-        "another authority": ClientTls(authority.file, foreign.cert_file, foreign.key_file),
-        "expired": authority.client(uri, valid=False),
-    }
-    options = ServerOptions(tls=authority.server(client_ca=authority))
-    async with serve(options=options, authenticator=Authenticator(accept_certificates=True)) as served:
-        with pytest.raises(errors.UnavailableError):
-            await release(served, clients[trouble], timeout=30.0)
-
-
 async def test_a_new_certificate_is_used_without_a_restart(tmp_path: Path) -> None:
     """M13: new connections see it, open ones live on, and a bad file changes nothing."""
     first, second = Authority(tmp_path, "first"), Authority(tmp_path, "second")

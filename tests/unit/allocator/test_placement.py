@@ -1,5 +1,7 @@
 """Which GPUs are picked, and the spread score, which is the seed's to the last bit and shows its parts."""
 
+from dataclasses import replace
+
 import pytest
 
 from gpuscale.allocator.domain.model import Ask, Node, ScorePart, Weights
@@ -33,6 +35,12 @@ def test_a_node_is_as_good_as_the_mean_of_its_best() -> None:
     )
     assert picked([mixed, even], ask(2)) == ["e0", "e1"]
     assert picked([mixed, even], ask(1)) == ["m0"]
+
+
+def test_the_weights_of_an_ask_choose() -> None:
+    nodes = [node("n0", gpu("idle", free=10_000), gpu("free", index=1, utilization=40.0))]
+    for weights, chosen in ((Weights(0.0, 1.0), "idle"), (Weights(1.0, 0.0), "free")):
+        assert picked(nodes, replace(ask(), weights=weights)) == [chosen]
 
 
 @pytest.mark.parametrize(

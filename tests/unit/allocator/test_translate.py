@@ -6,7 +6,15 @@ from pathlib import Path
 import pytest
 
 from gpuscale.allocator.domain.ledger import Ledger
-from gpuscale.allocator.domain.model import MOVABLE_LABEL, WHOLE, Reservation, Score, ScorePart
+from gpuscale.allocator.domain.model import (
+    MOVABLE_LABEL,
+    WHOLE,
+    Policy,
+    Reservation,
+    Score,
+    ScorePart,
+    Weights,
+)
 from gpuscale.allocator.servicers import answers, servicer
 from gpuscale.allocator.servicers.servicer import to_ask, to_order
 from gpuscale.allocator.settings import AllocatorSettings
@@ -29,7 +37,8 @@ def granted() -> Reservation:
 
 def test_a_gpu_arrives_with_its_score_and_what_is_not_known_is_absent() -> None:
     share, whole = answers.from_reservation(granted(), NOW, WALL).gpus
-    assert (share.name, share.node, share.uuid, share.index) == ("nodes/n0/gpus/gpu-a", "n0", "GPU-A", 3)
+    assert (share.name, share.node_name, share.node) == ("nodes/n0/gpus/gpu-a", "nodes/n0", "n0")
+    assert (share.uuid, share.index) == ("GPU-A", 3)
     assert (share.model, share.simulated, share.milli, share.member) == ("Test GPU", True, 500, 0)
     assert (share.memory_bytes, whole.HasField("memory_bytes")) == (40_000 * MIB, False)
     assert (whole.node, whole.milli, whole.member, whole.lost, share.lost) == ("n1", 1000, 1, True, False)
@@ -41,8 +50,14 @@ def test_a_gpu_arrives_with_its_score_and_what_is_not_known_is_absent() -> None:
 
 
 def test_a_lease_is_told_to_the_nanosecond_and_its_end_by_the_wall_clock() -> None:
-    message = answers.from_reservation(granted(), NOW + 20.25, WALL)
+    one = granted()
+    message = answers.from_reservation(one, NOW + 20.25, WALL)
     assert (message.fence, dict(message.labels)) == (1, {"job": "x"})
+    assert (message.owner, message.holder, message.request_id) == ("ann", "job", one.request_id)
+    assert (message.state, message.policy) == (
+        message.STATE_ACTIVE,
+        api.PlacementPolicy.PLACEMENT_POLICY_SPREAD,
+    )
     assert (message.priority, message.preemptible) == (7, True)
     assert (message.ttl.seconds, message.ttl.nanos) == (60, 500_000_000)
     assert (message.remaining.seconds, message.remaining.nanos) == (40, 250_000_000)
@@ -99,6 +114,19 @@ SETTINGS = AllocatorSettings(data_dir=Path("unused"))
 def test_the_least_free_memory(ask: api.Ask, least: int) -> None:
     """Of a share what goes with it has to be free, and no more: small shares fit on GPUs that are nearly full."""
     assert to_ask(ask, SETTINGS).min_memory_bytes == least
+
+
+def test_what_a_request_leaves_open_is_of_the_settings_which_are_the_seeds_unless_told() -> None:
+    ann = Principal("ann", Role.OPERATOR, "token")
+    told = SETTINGS.model_copy(
+        update={"default_ttl_seconds": 33.0, "memory_weight": 0.0, "utilization_weight": 1.0}
+    )
+    asked = api.ReserveRequest(holder="test_translate", ask=api.Ask(gpu_count=1))
+    seeds, own = (to_order(asked, ann, settings) for settings in (SETTINGS, told))
+    assert (seeds.ttl, seeds.ask.max_utilization_percent, seeds.ask.policy) == (300, 50, Policy.SPREAD)
+    assert (own.ttl, seeds.ask.weights, own.ask.weights) == (33, Weights(0.6, 0.4), Weights(0.0, 1.0))
+    asked.ask.weights.CopyFrom(api.ScoreWeights(memory=1.0, utilization=0.0))
+    assert to_order(asked, ann, told).ask.weights == Weights(1.0, 0.0)
 
 
 @pytest.mark.parametrize(
