@@ -98,9 +98,13 @@ class Client:
             return await self.stub.ListReservations(request, timeout=self.timeout)
 
     async def live(self) -> list[Reservation]:
+        return await self.listed()
+
+    async def listed(self, **fields: object) -> list[Reservation]:
+        """Those of all pages."""
         found, token = [], ""
         while True:
-            page = await self.page(page_token=token)
+            page = await self.page(page_token=token, **fields)
             found += page.reservations
             token = page.next_page_token
             if not token:

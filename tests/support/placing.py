@@ -24,7 +24,7 @@ from gpuscale.allocator.placing.constraints import Obstacle
 from gpuscale.allocator.placing.placer import Placer
 from gpuscale.allocator.placing.policies import scored
 from gpuscale.allocator.placing.refusal import Refusal
-from tests.support.allocator_values import WALL
+from tests.support.allocator_values import NOW, WALL
 from tests.support.allocator_values import gpu as plain_gpu
 
 NOTHING: frozenset[str] = frozenset()
@@ -51,6 +51,13 @@ def held_whole(nodes: Iterable[Node], uuids: Container[str]) -> Use:
                 one = ReservedGpu(node.id, gpu.uuid, gpu.index, gpu.model, gpu.simulated, Score(0.0, ()))
                 use.hold(reservation([one], name=f"r-{gpu.uuid}"))
     return use
+
+
+def take(of: Placer, use: Use, wish: Ask, *, name: str = "", fence: int = 1) -> Reservation:
+    """Hold what an ask gets."""
+    held = reservation(of.place(wish, NOW).gpus, name=name, ask=wish, fence=fence)
+    use.hold(held)
+    return held
 
 
 def placer(nodes: Iterable[Node], use: Use | None = None, cordons: frozenset[str] = NOTHING) -> Placer:

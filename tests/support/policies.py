@@ -88,8 +88,3 @@ async def noted(client: Client, one: Reservation) -> Reservation | None:
 async def revoked(client: Client, one: Reservation) -> Reservation | None:
     found = await client.get(one.name)
     return found if found.HasField("revoke_time") else None
-
-
-async def ended(client: Client, one: Reservation) -> Reservation | None:
-    found = await client.get(one.name)
-    return found if found.HasField("end_time") else None

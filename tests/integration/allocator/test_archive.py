@@ -80,13 +80,7 @@ async def batch(client: Client, *request_ids: str) -> list[str]:
 
 async def listed(client: Client, **fields: object) -> list[str]:
     """The names of all pages of two."""
-    names, token = list[str](), ""
-    while True:
-        page = await client.page(show_ended=True, page_size=2, page_token=token, **fields)
-        names += [one.name for one in page.reservations]
-        token = page.next_page_token
-        if not token:
-            return names
+    return [one.name for one in await client.listed(show_ended=True, page_size=2, **fields)]
 
 
 async def test_what_left_memory_is_found_as_before(

@@ -66,33 +66,21 @@ async def test_what_cannot_be_written_is_as_if_it_had_never_been_asked_for(
         assert (await client.release(held)).state == Reservation.STATE_RELEASED
 
 
-async def test_where_the_disk_is_full_grants_stop_and_ends_go_on(
+async def test_where_the_disk_is_full_grants_stop_ends_go_on_and_the_next_start_misses_no_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a disk without a byte takes is for tests/fault/common/test_full_disk.py."""
-    async with running(tmp_path, FakeFleet(node_message("n0", count=2))) as client:
+    fleet = FakeFleet(node_message("n0", count=2))
+    async with running(tmp_path, fleet) as client:
         held = await client.reserve()
         with monkeypatch.context() as full:
             full.setattr(AllocatorStore, "short", True)
-            with pytest.raises(UnavailableError) as caught:
+            assert (await client.release(held)).state == Reservation.STATE_RELEASED
+            with pytest.raises(UnavailableError, match="the disk of the state is full") as caught:
                 await client.reserve()
             assert caught.value.reason == "DISK_FULL"
-            assert (await client.release(held)).state == Reservation.STATE_RELEASED
+    async with running(tmp_path, fleet) as client:
         assert len((await client.reserve(2)).gpus) == 2
-
-
-async def test_a_grant_that_is_refused_is_no_write_that_the_next_start_misses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The witness knew of one, without rows: the next start said that the state is not what was acknowledged."""
-    fleet = FakeFleet(node_message("n0", count=1))
-    async with running(tmp_path, fleet) as client:
-        monkeypatch.setattr(AllocatorStore, "short", True)
-        with pytest.raises(UnavailableError, match="the disk of the state is full"):
-            await client.reserve()
-    monkeypatch.undo()
-    async with running(tmp_path, fleet) as client:
-        assert len((await client.reserve()).gpus) == 1
 
 
 @pytest.mark.parametrize(("role", "why"), [("operator", ""), ("admin", ": the disk is full")])

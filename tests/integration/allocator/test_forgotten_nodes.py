@@ -15,11 +15,6 @@ from tests.support.fake_fleet import FakeFleet, node_message
 from tests.support.waiting import eventually
 
 
-def ranks(data_dir: Path) -> dict[str, int]:
-    with closing(sqlite3.connect(data_dir / DATABASE)) as connection:
-        return dict(connection.execute("SELECT node, rank FROM rank"))
-
-
 async def test_a_node_on_which_nothing_is_held_goes_at_once_and_is_known_anew_when_it_reports(
     tmp_path: Path,
 ) -> None:
@@ -47,7 +42,9 @@ async def test_what_is_held_on_it_is_lost_and_then_it_goes_unless_it_reports_aga
         kept, held = [await client.reserve(one + 1, ttl=3600, nodes=[f"nodes/n{one}"]) for one in (0, 1)]
         fleet.remove("n0", "n1")
         fleet.put(node_message("n0", count=1), node_message("n2", count=1))
-        await eventually(lambda: _knows(client, "n2"))  # and with it what was sent before
+        await eventually(
+            lambda: _unknown(client, "n2"), lambda unknown: not unknown
+        )  # and with it what was sent before
         assert (await client.get(held.name)).state == Reservation.STATE_ACTIVE, "not before its time"
         assert not await _unknown(client, "n1"), "kept while something is held on it"
         clock.advance(11)
@@ -77,11 +74,8 @@ async def test_a_node_that_was_forgotten_while_nobody_listened_goes_after_a_day(
 
 async def _ranked(data_dir: Path, *nodes: str) -> bool:
     """Whether these are all that the disk knows of."""
-    return set(ranks(data_dir)) == set(nodes)
-
-
-async def _knows(client: Client, node: str) -> bool:
-    return not await _unknown(client, node)
+    with closing(sqlite3.connect(data_dir / DATABASE)) as connection:
+        return {node for [node] in connection.execute("SELECT node FROM rank")} == {*nodes}
 
 
 async def _unknown(client: Client, node: str) -> bool:

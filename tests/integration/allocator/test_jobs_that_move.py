@@ -132,13 +132,10 @@ async def test_a_job_that_saved_its_work_for_a_move_that_was_given_up_goes_on_wh
         assert (now.gpus, now.fence > other.fence, waits.done()) == (moving.gpus, True, False)
         waits.cancel()
         await left(client, now, 2)
-        third = await eventually(partial(attempt_of, client, moving, 3))
+        third = await eventually(
+            partial(begun, client, moving), lambda one: one if one.job.attempt == 3 else None
+        )
         assert [one.exit_code for one in third.job.earlier] == [3, 3]
-
-
-async def attempt_of(client: AsyncClient, one: api.Reservation, attempt: int) -> api.Reservation | None:
-    found = await begun(client, one)
-    return found if found is not None and found.job.attempt == attempt else None
 
 
 async def test_a_job_whose_node_is_drained_waits_for_another(tmp_path: Path) -> None:

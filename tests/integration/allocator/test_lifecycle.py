@@ -25,12 +25,7 @@ async def test_lists_come_in_pages_filtered_and_sorted_and_their_tokens_are_boun
         await client.release(made[0])
 
         async def names(**fields: object) -> list[str]:
-            first = await client.page(page_size=2, **fields)
-            token, found = first.next_page_token, [one.name for one in first.reservations]
-            while token:
-                page = await client.page(page_size=2, page_token=token, **fields)
-                token, found = page.next_page_token, found + [one.name for one in page.reservations]
-            return found
+            return [one.name for one in await client.listed(page_size=2, **fields)]
 
         assert await names() == [one.name for one in made[1:]], "by age"
         assert await names(show_ended=True) == [one.name for one in made]

@@ -170,8 +170,7 @@ async def test_a_budget_is_kept_shared_explained_and_what_would_exceed_it_does_n
         both = [await here.client.reserve(1, gpus=[gpu]) for gpu in here.gpus]
         here.load(690, 690)
         await here.until_limits(450, 450)
-        found = await eventually(lambda: _drawn(here, 900))
-        assert found is not None
+        found = await eventually(here.sum, lambda one: one if 0 < one.drawn_watts <= 900 else None)
         assert (found.name, found.gpu_count, found.capped_count, found.loose_count) == (
             "nodes/alpha",
             2,
@@ -216,8 +215,7 @@ async def test_limits_are_back_after_the_end_of_helper_agent_and_host_and_caps_c
         here.load(690, 690)
         await here.until_limits(450, 450)
         helper.kill()
-        loose = await eventually(lambda: _loose(here, 2))
-        assert loose is not None
+        loose = await eventually(here.sum, lambda one: one if one.loose_count == 2 else None)
         assert (loose.drawn_watts, loose.room_watts) == (900, 0)
         lost = [one.reason for one in await here.changes() if not one.HasField("watts")]
         assert lost == ["gpuscale-power does not answer"] * 2
@@ -261,13 +259,3 @@ async def test_an_agent_that_starts_while_no_allocator_answers_keeps_the_caps_th
     ):
         await eventually(lambda: {helper.double.gpus[0].uuid: 300} in orders)
     assert helper.limits() == [300, None]
-
-
-async def _drawn(here: PowerSite, watts: float) -> api.PowerSum | None:
-    found = await here.sum()
-    return found if found.HasField("drawn_watts") and found.drawn_watts <= watts else None
-
-
-async def _loose(here: PowerSite, count: int) -> api.PowerSum | None:
-    found = await here.sum()
-    return found if found.loose_count == count else None

@@ -40,9 +40,9 @@ async def test_readings_age_while_nobody_reports_and_the_reason_is_said(tmp_path
         waits = await client.reserve(nodes=["nodes/n0"], wait=to_duration(60), keep_place=True, job=job)
         assert waits.state == waits.STATE_WAITING
         fleet.speak()
-        await eventually(lambda: _is_active(client, waits.name))
+        await eventually(lambda: client.get(waits.name), lambda one: one.state == one.STATE_ACTIVE)
         await client.release(await client.get(waits.name))
-        await eventually(lambda: _goes_to(client, "n0"), retry_on=(ResourceExhaustedError,))
+        await eventually(lambda: nodes_of(client), retry_on=(ResourceExhaustedError,))
 
 
 async def test_what_a_fleet_says_is_unchanged_counts_for_longer(tmp_path: Path) -> None:
@@ -145,14 +145,6 @@ async def _refused_as(client: Client, reason: str, words: str, count: int = 1) -
     except GpuscaleError as error:
         return error.reason == reason and words in error.message
     return False
-
-
-async def _is_active(client: Client, name: str) -> bool:
-    return (found := await client.get(name)).state == found.STATE_ACTIVE
-
-
-async def _goes_to(client: Client, node: str) -> bool:
-    return await nodes_of(client) == [node]
 
 
 async def _can_have(client: Client, count: int) -> bool:

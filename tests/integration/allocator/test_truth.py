@@ -7,7 +7,7 @@ import pytest
 from gpuscale.allocator.usecases import accounting
 from gpuscale.api.allocator import v1 as api
 from gpuscale.common.rpc.status import rpc_errors
-from tests.support.allocator import MIB, Client, Reservation, running
+from tests.support.allocator import MIB, Reservation, running
 from tests.support.clock import ManualClock
 from tests.support.fake_fleet import FakeFleet, gpu_message, node_message
 from tests.support.waiting import eventually
@@ -21,7 +21,7 @@ async def test_a_gpu_that_vanishes_under_a_lease_ends_it_and_frees_the_others(tm
         gone = next(gpu.uuid for gpu in whole.gpus if gpu.uuid != "n0-0")
         left = [gpu_message(f"n0-{i}", i) for i in range(4) if f"n0-{i}" != gone]
         fleet.put(node_message("n0", *left))
-        await eventually(lambda: _names(client, gone))
+        await eventually(client.live, lambda held: gone not in {gpu.uuid for gpu in held[0].usage.gpus})
         assert (await client.get(whole.name)).state == Reservation.STATE_ACTIVE, "not before its time"
         clock.advance(11)
         lost = await eventually(lambda: client.ended(whole))
@@ -51,7 +51,10 @@ async def test_what_a_holder_makes_of_its_gpus_is_told_to_who_reads(tmp_path: Pa
         busy.reading.processes.add(pid=11, memory_used_bytes=1, reservation=one.name)
         busy.reading.processes.add(pid=12, memory_used_bytes=1)
         fleet.put(node_message("n0", busy))
-        found = await eventually(lambda: _busy(client, one))
+        found = await eventually(
+            lambda: client.get(one.name),
+            lambda one: one if [gpu.utilization_percent for gpu in one.usage.gpus] == [80.0] else None,
+        )
         (gpu,) = found.usage.gpus
         assert (gpu.uuid, gpu.utilization_percent, list(gpu.outsider_pids)) == ("n0-0", 80.0, [12])
         assert found.usage.overused is True
@@ -77,13 +80,3 @@ async def test_who_watches_is_told_when_a_holder_begins_to_use_its_gpus(
                 break
         # What changed beside it may have been told before.
         assert [*dict.fromkeys(states)] == [api.GpuUsage.STATE_IDLE, api.GpuUsage.STATE_BUSY]
-
-
-async def _busy(client: Client, one: Reservation) -> Reservation | None:
-    found = await client.get(one.name)
-    return found if found.usage.gpus and found.usage.gpus[0].utilization_percent == 80.0 else None
-
-
-async def _names(client: Client, gone: str) -> bool:
-    """Whether the allocator has learned that a GPU is gone."""
-    return gone not in {gpu.uuid for gpu in (await client.page()).reservations[0].usage.gpus}

@@ -25,7 +25,7 @@ from tests.support.fake_fleet import FakeFleet, gpu_message, node_message, servi
 from tests.support.policies import NOTE, NOTIFY, REVOKE, Admin, idle_policy
 from tests.support.ports import free_port
 from tests.support.waiting import calls_of, eventually
-from tests.support.webhook import Hook, webhook
+from tests.support.webhook import webhook
 
 SHORT = 0.01
 STAGES = [
@@ -150,9 +150,9 @@ async def test_an_outsider_is_noticed_and_told_with_whoever_holds_the_gpu(tmp_pa
         gpus[0].reading.processes.add(pid=8)
         gpus[1].reading.processes.add(pid=9)
         fleet.put(node_message("n0", *gpus))
-        await eventually(lambda: _count(admin, "policies/outsiders", 2))
+        await eventually(lambda: admin.standings("policies/outsiders"), lambda found: len(found) == 2)
         clock.advance(20)  # what 30 s allow: the report of a process, a look, ten seconds, a look
-        texts = await eventually(lambda: _told(hook, "policy", 2))
+        texts = await eventually(lambda: hook.texts("policy"), lambda found: found if len(found) > 1 else [])
         assert any("process 8 for" in text and "of ann" in text for text in texts)
         assert any("process 9 for" in text and "of ann" not in text for text in texts)
         assert "process 8" in (await eventually(lambda: policies.noted(client, one))).notes[0]
@@ -169,7 +169,7 @@ async def test_what_a_target_does_not_take_is_sent_again_and_then_a_dead_letter(
         assert (made.host, made.signed, made.spec.url, made.spec.secret) == (hook.address[7:-5], True, "", "")
         await client.reserve(1)
         await admin.drain()
-        (dead,) = await eventually(lambda: _dead(admin))
+        (dead,) = await eventually(admin.letters, lambda found: [one for one in found if one.dead])
         assert (dead.attempt_count, dead.problem) == (3, "it answered 302")
         assert len({one["id"] for one in hook.events}) == 1
 
@@ -231,7 +231,7 @@ async def test_why_a_target_is_not_reached_is_told(tmp_path: Path, url: str, pro
         await admin.target(url.format(tls=tls, mail=greets, none=free_port()))
         await client.reserve(1)
         await admin.drain()
-        (letter,) = await eventually(lambda: _failed(admin))
+        (letter,) = await eventually(admin.letters, lambda found: [one for one in found if one.problem])
         assert (letter.problem, hook.bodies) == (problem, [])
 
 
@@ -251,23 +251,6 @@ async def _followed(admin: Admin, name: str) -> list[api.PolicyStanding]:
     return [one for one in await admin.standings() if one.subject == name]
 
 
-async def _count(admin: Admin, policy: str, count: int) -> bool:
-    return len(await admin.standings(policy)) == count
-
-
-async def _told(hook: Hook, event: str, count: int) -> list[str]:
-    found = hook.texts(event)
-    return found if len(found) >= count else []
-
-
 async def _outcomes(admin: Admin, policy: str, wanted: list[str]) -> bool:
     acts = await admin.acts(filter=f'policy = "policies/{policy}"')
     return [api.PolicyAct.Outcome.Name(act.outcome).removeprefix("OUTCOME_") for act in acts] == wanted
-
-
-async def _dead(admin: Admin) -> list[api.Notification]:
-    return [one for one in await admin.letters() if one.dead]
-
-
-async def _failed(admin: Admin) -> list[api.Notification]:
-    return [one for one in await admin.letters() if one.problem]

@@ -123,14 +123,17 @@ async def test_an_idle_holder_is_noted_and_revoked_a_busy_or_silent_one_never_an
         nvml_double.write()
         clock.advance(MINUTE)
         await site.read()
-        await eventually(lambda: _is_busy(client, found["busy"]))
+        await eventually(
+            lambda: client.get(found["busy"].name),
+            lambda one: [gpu.state for gpu in one.usage.gpus] == [api.GpuUsage.STATE_BUSY],
+        )
         await admin.target(hook.address)
         begun = clock.wall()
         shadow = idle_policy(active=False)
         shadow.name = "policies/shadow"
         await admin.put(shadow)
         await admin.put(idle_policy())
-        await eventually(lambda: _both_followed(admin))
+        await eventually(admin.standings, lambda standings: len(standings) == 2)
         await site.admin.pass_time(20, site.read)
         await mute_agent.aclose()
         del site.agents["mute"]
@@ -149,7 +152,7 @@ async def test_an_idle_holder_is_noted_and_revoked_a_busy_or_silent_one_never_an
         grace = to_datetime(revoked.revoke_time) - clock.wall()
         assert timedelta(minutes=9) <= grace <= timedelta(minutes=10)
         await site.admin.pass_time(11, site.read)
-        ended = await eventually(lambda: policies.ended(client, found["idle"]))
+        ended = await eventually(lambda: client.ended(found["idle"]))
         assert ended.state == Reservation.STATE_CANCELLED
         await eventually(lambda: [len(hook.texts(of)) for of in ("policy", "ending", "revoked")] == [2, 1, 1])
         begins, ends = hook.texts("policy")
@@ -324,12 +327,3 @@ async def _acted(
         and one.subject in subjects
     ]
     return found if {one.subject for one in found} == set(subjects) else []
-
-
-async def _both_followed(admin: Admin) -> bool:
-    return len(await admin.standings()) == 2
-
-
-async def _is_busy(client: Client, one: Reservation) -> bool:
-    [gpu] = (await client.get(one.name)).usage.gpus
-    return gpu.state == api.GpuUsage.STATE_BUSY

@@ -5,25 +5,18 @@ from dataclasses import replace
 
 import pytest
 
-from gpuscale.allocator.domain.model import WHOLE, Ask, Node, Pick, Policy, Reservation, Use
+from gpuscale.allocator.domain.model import WHOLE, Ask, Node, Pick, Policy, Use
 from gpuscale.allocator.placing.constraints import Obstacle
 from gpuscale.allocator.placing.placer import Placer
 from gpuscale.allocator.placing.refusal import Refusal, RefusalKind
 from gpuscale.allocator.state import store
 from tests.support.allocator_values import NOW, ask, gpu, node
-from tests.support.placing import placer, reservation
+from tests.support.placing import placer, take
 
 PART = replace(ask(), mig_profile="1g.10gb")
 UNSPLIT = node("n0", gpu("GPU-p"), gpu("GPU-q", index=1, trouble="HUNG"))
 PARTS = [replace(gpu(f"MIG-{i}", index=i), mig_profile="1g.10gb", parent="GPU-p") for i in (2, 3)]
 SPLIT = node("n0", gpu("GPU-p", trouble="DIVIDED"), *PARTS)
-
-
-def take(of: Placer, use: Use, wish: Ask, name: str = "r") -> Reservation:
-    answer = of.place(wish, NOW)
-    held = reservation(answer.gpus, name=name, ask=wish)
-    use.hold(held)
-    return held
 
 
 def messages(of: Placer, wish: Ask) -> list[str]:
@@ -43,7 +36,7 @@ def test_what_is_another_shape_of_a_held_gpu_is_held(
     """Until the lease ends; a share of it is enough, and a share is not to be had either."""
     use = Use()
     of = placer([before], use)
-    take(of, use, replace(first, gpu_milli=milli))
+    take(of, use, replace(first, gpu_milli=milli), name="r")
     of.apply_node(after)
     for wish in (then, replace(then, gpu_milli=100)):
         refused = of.place(wish, NOW)
@@ -80,24 +73,29 @@ def test_instances_of_gpus_in_use_go_first_so_that_others_can_be_partitioned_ane
     of = placer([divided("n", 3, 3, 3)], use)
     wish = replace(PART, policy=policy, gpu_milli=milli)
     for name in ("n-1-0", "n-2-0", "n-2-1"):
-        take(of, use, replace(PART, gpus=frozenset({name})), name)
-    taken = [take(of, use, replace(wish, gpu_milli=WHOLE), f"r{number}").gpus[0].uuid for number in range(4)]
+        take(of, use, replace(PART, gpus=frozenset({name})), name=name)
+    taken = [
+        take(of, use, replace(wish, gpu_milli=WHOLE), name=f"r{number}").gpus[0].uuid for number in range(4)
+    ]
     assert taken == ["n-2-2", "n-1-1", "n-1-2", "n-0-0"]
     for name in ("n-1-0", "r1", "r2"):
         use.free(name)
     assert take(of, use, wish).gpus[0].uuid == "n-0-1"
     pair = replace(wish, gpu_count=2)
     use.free("n-2-1")
-    assert {one.uuid for one in take(of, use, replace(pair, gpu_milli=WHOLE), "p").gpus} == {"n-0-2", "n-2-1"}
+    assert {one.uuid for one in take(of, use, replace(pair, gpu_milli=WHOLE), name="p").gpus} == {
+        "n-0-2",
+        "n-2-1",
+    }
 
 
 def test_pack_looks_on_all_nodes_for_the_fullest_gpu_and_says_so() -> None:
     use = Use()
     of = placer([divided("a", 2), divided("b", 7, 7, 7, 7, rank=1)], use)
     wish = replace(PART, policy=Policy.PACK)
-    assert take(of, use, wish, "r").gpus[0].uuid == "a-0-0"
+    assert take(of, use, wish, name="r").gpus[0].uuid == "a-0-0"
     use.free("r")
-    take(of, use, replace(wish, gpus=frozenset({"b-2-5"})), "s")
+    take(of, use, replace(wish, gpus=frozenset({"b-2-5"})), name="s")
     held = take(of, use, wish)
     part = held.gpus[0].score.parts[5]
     assert (held.gpus[0].uuid, part.name, part.value) == ("b-2-0", "free_of_gpu", 6000 // 7)

@@ -9,7 +9,16 @@ from gpuscale.allocator.domain.bookings import Bookings
 from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import Ask, Gpu, Node, NodeState, Order, Pick, Reservation, State
 from gpuscale.allocator.placing.placer import Placer
-from gpuscale.allocator.queueing.model import Grant, QueueObstacle, QueueWorld, Quota, Reason, Revoke, Rules
+from gpuscale.allocator.queueing.model import (
+    Grant,
+    QueueObstacle,
+    QueuePlace,
+    QueueWorld,
+    Quota,
+    Reason,
+    Revoke,
+    Rules,
+)
 from gpuscale.allocator.queueing.queue import BEHIND_OTHERS, Queue
 from tests.support.allocator_values import MIB, WALL, ask, gpu
 from tests.support.clock import ManualClock
@@ -69,19 +78,12 @@ class Site:
                         done.append(f"-{lease}")
         return done
 
-    def obstacle(self, name: str) -> QueueObstacle:
-        """Why a request is not served."""
+    def place(self, name: str) -> QueuePlace:
+        """What a request is told: why it is not served, and when it is at the latest."""
         waiter = self.queue.get(name)
         assert waiter is not None
         assert waiter.place is not None
-        return waiter.place.obstacle
-
-    def start(self, name: str) -> float | None:
-        """When a request is served at the latest, as it is told."""
-        waiter = self.queue.get(name)
-        assert waiter is not None
-        assert waiter.place is not None
-        return waiter.place.start
+        return waiter.place
 
     def hold(self, order: Order, pick: Pick) -> Reservation:
         """A grant that is not on disk yet."""
@@ -123,7 +125,7 @@ def test_gpus_called_as_nvml_calls_them_are_kept_for_the_head(at_once: bool) -> 
         assert site.look(wish("late")) == Reason.BEHIND_OTHERS
     else:
         assert site.waits(wish("late")) == []
-        assert site.obstacle("late") is BEHIND_OTHERS
+        assert site.place("late").obstacle is BEHIND_OTHERS
     assert site.ends(small[2], small[3]) == ["large"]
 
 
@@ -141,10 +143,10 @@ def test_who_passes_on_the_same_node_does_not_move_the_time_that_is_told() -> No
     site = Site(host("n0", 4))
     small = [site.look(wish(f"s{one}", ttl=100.0 * (one + 1))) for one in range(4)]
     assert site.waits(wish("head", 2)) == []
-    assert site.start("head") == site.clock.now() + 200
+    assert site.place("head").start == site.clock.now() + 200
     assert site.ends(small[3]) == []
     assert site.waits(wish("late", ttl=5000)) == ["late"]
-    assert site.start("head") == site.clock.now() + 200
+    assert site.place("head").start == site.clock.now() + 200
     assert site.ends(small[0]) == []
     assert site.ends(small[1]) == ["head"]
 
@@ -159,8 +161,8 @@ def test_a_share_by_memory_counts_for_the_quota_as_what_it_takes() -> None:
     assert site.ledger.use.tenants["t"] == 500
     assert site.look(sized(wish("c"), quarter)) == Reason.QUOTA_EXCEEDED
     assert site.waits(sized(wish("c"), quarter)) == []
-    assert site.obstacle("c").reason is Reason.QUOTA_EXCEEDED
-    assert not site.obstacle("c").lasting
+    assert site.place("c").obstacle.reason is Reason.QUOTA_EXCEEDED
+    assert not site.place("c").obstacle.lasting
     assert site.ends(first) == ["c"]
 
 

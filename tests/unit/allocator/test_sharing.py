@@ -13,7 +13,6 @@ from gpuscale.allocator.domain.model import (
     GpuSet,
     Pick,
     Policy,
-    ReservedGpu,
     Use,
 )
 from gpuscale.allocator.placing.constraints import Obstacle
@@ -21,13 +20,7 @@ from gpuscale.allocator.placing.placer import Placer
 from gpuscale.allocator.placing.refusal import Refusal, RefusalKind
 from gpuscale.common.topology import PciPlace
 from tests.support.allocator_values import MIB, NOW, ask, gpu, node, plain_node
-from tests.support.placing import placer, reservation
-
-
-def take(of: Placer, use: Use, wish: Ask, *, fence: int = 1, name: str = "") -> tuple[ReservedGpu, ...]:
-    answer = of.place(wish, NOW)
-    use.hold(reservation(answer.gpus, fence=fence, ask=wish, name=name))
-    return answer.gpus
+from tests.support.placing import placer, reservation, take
 
 
 def refused(of: Placer, wish: Ask) -> Refusal:
@@ -42,7 +35,7 @@ def test_sixteen_halves_on_eight_gpus_are_two_on_each(policy: Policy) -> None:
     use = Use()
     of = placer([node("n0", *(gpu(f"g{i}", index=i, free=79_400) for i in range(8)))], use)
     half = replace(ask(), gpu_milli=500, policy=policy)
-    taken = [take(of, use, half)[0] for _ in range(16)]
+    taken = [take(of, use, half).gpus[0] for _ in range(16)]
     assert Counter(one.uuid for one in taken) == {f"g{i}": 2 for i in range(8)}
     for uuid in {one.uuid for one in taken}:
         assert sum(one.memory_bytes or 0 for one in taken if one.uuid == uuid) <= 79_400 * MIB
@@ -54,7 +47,7 @@ def test_a_share_beside_outsiders_holds_at_least_what_was_looked_for() -> None:
     use = Use()
     of = placer([node("n0", gpu(free=40_000))], use)
     half = replace(ask(), gpu_milli=500)
-    assert take(of, use, half)[0].memory_bytes == 36_000 * MIB
+    assert take(of, use, half).gpus[0].memory_bytes == 36_000 * MIB
     assert refused(of, half).obstacles == {Obstacle.MEMORY_BELOW_MIN: 1}
 
 
@@ -62,7 +55,7 @@ def test_a_share_beside_outsiders_holds_at_least_what_was_looked_for() -> None:
 def test_shares_add_up_exactly(shares: list[int]) -> None:
     use = Use()
     of = placer([node("n0", gpu(free=79_400))], use)
-    taken = [take(of, use, replace(ask(), gpu_milli=milli))[0] for milli in shares]
+    taken = [take(of, use, replace(ask(), gpu_milli=milli)).gpus[0] for milli in shares]
     assert use.gpu("GPU-a").milli == 1000
     assert sum(one.memory_bytes or 0 for one in taken) <= 79_400 * MIB
     assert refused(of, replace(ask(), gpu_milli=1)).obstacles == {Obstacle.HELD: 1}
@@ -86,7 +79,7 @@ def test_memory_in_use_by_its_holder_is_not_counted_twice() -> None:
     )
     of.apply_node(node("n0", busy))
     rest = replace(ask(utilization=50), gpu_milli=500)
-    assert take(of, use, rest)[0].memory_bytes == 40_000 * MIB
+    assert take(of, use, rest).gpus[0].memory_bytes == 40_000 * MIB
 
 
 def test_memory_in_use_counts_once_where_the_driver_lists_no_processes() -> None:
@@ -99,7 +92,7 @@ def test_memory_in_use_counts_once_where_the_driver_lists_no_processes() -> None
     half = replace(ask(), gpu_milli=500)
     assert refused(of, half).obstacles == {Obstacle.MEMORY_BELOW_MIN: 1}
     of.apply_node(node("n0", replace(listed, processes_known=False)))
-    assert take(of, use, half)[0].memory_bytes == 40_000 * MIB
+    assert take(of, use, half).gpus[0].memory_bytes == 40_000 * MIB
 
 
 def test_outsiders_are_subtracted_and_named() -> None:
@@ -113,7 +106,7 @@ def test_memory_alone_sets_the_share_of_the_gpu() -> None:
     use = Use()
     of = placer([plain_node("n0", 1)], use)
     quarter = replace(ask(), gpu_memory_bytes=20_000 * MIB)
-    assert [take(of, use, quarter)[0].milli for _ in range(4)] == [250] * 4
+    assert [take(of, use, quarter).gpus[0].milli for _ in range(4)] == [250] * 4
     assert refused(of, quarter).obstacles == {Obstacle.HELD: 1}
 
 
@@ -157,7 +150,7 @@ def test_without_nvlinks_the_set_that_is_nearest_over_pcie_is_taken() -> None:
     use = Use()
     of = placer([node("n0", *gpus)], use)
     take(of, use, replace(ask(), gpus=frozenset({"g0"})))
-    assert [one.uuid for one in take(of, use, replace(ask(2), gpu_set=GpuSet.NVLINK))] == ["g2", "g3"]
+    assert [one.uuid for one in take(of, use, replace(ask(2), gpu_set=GpuSet.NVLINK)).gpus] == ["g2", "g3"]
 
 
 @pytest.mark.parametrize(("teller", "told"), [(1, 3), (3, 1)])
@@ -188,7 +181,7 @@ def test_members_that_share_several_gpus_each_find_every_place_there_is(
     wish = replace(
         ask(2), gpu_milli=300, member_count=3, policy=policy, gang_strategy=strategy, gpu_set=GpuSet.NVLINK
     )
-    taken = Counter(one.uuid for one in take(of, use, wish))
+    taken = Counter(one.uuid for one in take(of, use, wish).gpus)
     assert taken == {"a-0": 1, "a-1": 1, "a-2": 1, "a-3": 3}
 
 
@@ -198,7 +191,7 @@ def test_a_node_that_is_filled_anew_leaves_the_members_on_other_nodes_alone() ->
     of = placer([plain_node("a", 4), plain_node("b", 4, rank=1)], use)
     for name in ("a-0", "a-1", "a-2", "b-0", "b-1", "b-2"):
         take(of, use, replace(ask(), gpu_milli=700, gpus=frozenset({name})))
-    taken = take(of, use, replace(ask(2), gpu_milli=300, member_count=6, policy=Policy.FIRSTFIT))
+    taken = take(of, use, replace(ask(2), gpu_milli=300, member_count=6, policy=Policy.FIRSTFIT)).gpus
     assert [one.node for one in taken] == ["a"] * 6 + ["b"] * 6
     assert all(use.gpu(f"{name}-{index}").milli >= 900 for name in "ab" for index in range(4))
 
@@ -259,7 +252,7 @@ def test_thinking_a_reservation_away_gives_back_what_its_processes_use() -> None
     use = Use()
     own, stranger = GpuProcess(1, 60_000 * MIB, "train", "victim"), GpuProcess(2, 15_000 * MIB, "x", None)
     of = placer([plain_node("n0", 1)], use)
-    use.hold(reservation(take(of, Use(), ask()), name="victim"))
+    use.hold(reservation(take(of, Use(), ask()).gpus, name="victim"))
     of.apply_node(node("n0", replace(gpu("n0-0", free=5_000, utilization=99.0), processes=(own, stranger))))
     assert isinstance(of.place_after(ask(memory=65_000, utilization=50), NOW, ["victim"]), Pick)
     assert isinstance(of.place_after(ask(memory=65_001), NOW, ["victim"]), Refusal)
@@ -326,7 +319,7 @@ def test_a_gpu_that_takes_the_place_of_another_is_followed_by_its_own_name() -> 
     use = Use()
     of = placer([node("a", gpu("a-0"), gpu("a-1", index=1))], use)
     whole = replace(ask(), policy=Policy.FIRSTFIT)
-    assert [one.uuid for one in take(of, use, whole)] == ["a-0"]
+    assert [one.uuid for one in take(of, use, whole).gpus] == ["a-0"]
     of.apply_node(node("a", gpu("a-1"), gpu("a-0", index=1)))
-    assert [one.uuid for one in take(of, use, whole, fence=2)] == ["a-1"]
+    assert [one.uuid for one in take(of, use, whole, fence=2).gpus] == ["a-1"]
     assert refused(of, whole).obstacles == {Obstacle.HELD: 2}
