@@ -1,7 +1,7 @@
 """Rules one by one over gRPC: created, read, changed in parts, deleted, always as a part of their endpoint's spec."""
 
 import uuid
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -65,12 +65,6 @@ async def refused(call: object) -> tuple[str, list[str]]:
     return reason(caught.value)[0], [one.field for one in violations]
 
 
-async def reused(call: Awaitable[object]) -> None:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
-    assert reason(caught.value) == ("ALREADY_EXISTS", "REQUEST_ID_REUSED")
-
-
 async def test_a_rule_is_created_in_its_endpoint_the_same_again_is_the_same_and_one_is_deleted(
     rules: Rules,
 ) -> None:
@@ -95,11 +89,13 @@ async def test_a_request_id_is_answered_the_same_whatever_became_of_the_rule(rul
     assert await rules.create(extra(), request_id=key) == made
     with pytest.raises(grpc.aio.AioRpcError):
         await rules.get(EXTRA)
-    await reused(rules.create(extra(disabled=True), request_id=key))
     up = (await rules.get()).rule  # which is there already
     same = str(uuid.uuid4())
     assert await rules.create(up, request_id=same) == await rules.create(up, request_id=same)
-    await reused(rules.create(extra(), request_id=same))
+    for reused in (key, same):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await rules.create(extra(disabled=True), request_id=reused)
+        assert reason(caught.value) == ("ALREADY_EXISTS", "REQUEST_ID_REUSED")
 
 
 async def test_rules_are_listed_in_the_order_in_which_they_are_read_and_filtered(rules: Rules) -> None:
@@ -128,24 +124,11 @@ async def test_rules_are_listed_in_the_order_in_which_they_are_read_and_filtered
     assert (found, len(every)) == (every, 4 + 9 * 2)
 
 
-async def test_an_update_changes_what_it_names_and_tells_unset_cleared_and_zero_apart(rules: Rules) -> None:
+async def test_an_update_changes_what_it_names(rules: Rules) -> None:
     rule = (await rules.get()).rule
     rule.step.threshold, rule.min_replicas, rule.priority = 20, 3, 7
     changed = (await rules.update(rule, "step.threshold", "min_replicas")).rule
     assert (changed.step.threshold, changed.min_replicas, changed.priority) == (20, 3, 0)
-    rule.min_replicas = 0
-    zero = (await rules.update(rule, "min_replicas")).rule
-    assert zero.HasField("min_replicas")
-    assert zero.min_replicas == 0
-    rule.ClearField("min_replicas")
-    rule.ClearField("cooldown")
-    cleared = (await rules.update(rule, "min_replicas", "cooldown")).rule
-    assert not cleared.HasField("min_replicas")
-    assert not cleared.HasField("cooldown")
-    assert cleared.step.threshold == 20
-    rule.ClearField("step")
-    assert (await rules.update(rule, "step.threshold")).rule.step.threshold == 0
-    rule.step.CopyFrom(cleared.step)
     rule.disabled, rule.target.value = True, 9
     other = (await rules.update(rule)).rule
     assert (other.disabled, other.WhichOneof("kind")) == (True, "target")

@@ -117,8 +117,9 @@ async def test_an_update_outlives_a_restart_and_its_broker(tmp_path: Path) -> No
         assert unchanged.etag == first.etag
         changed = api.QueueWatcher()
         changed.CopyFrom(first)
-        changed.spec.queue = "others"
-        second = await watchers.update(changed)
+        changed.spec.queue, changed.spec.virtual_host = "others", "/w"
+        second = await watchers.update(changed, update_mask={"paths": ["spec.queue"]})
+        assert (second.spec.queue, second.spec.virtual_host) == ("others", "/")
         assert second.etag != first.etag
         assert second.create_time == first.create_time
         changed.etag = ""
@@ -143,23 +144,6 @@ async def test_an_update_outlives_a_restart_and_its_broker(tmp_path: Path) -> No
         assert not status.HasField("ready_count")
 
 
-async def test_a_mask_names_what_changes(tmp_path: Path) -> None:
-    async with service(tmp_path) as watchers:
-        first = await watchers.create("watchers/jobs", virtual_host="/v")
-        asked = api.QueueWatcher(name=first.name, etag=first.etag)
-        asked.spec.CopyFrom(first.spec)
-        asked.spec.queue, asked.spec.virtual_host, asked.spec.interval.seconds = "others", "/w", 9
-        second = await watchers.update(asked, update_mask={"paths": ["spec.queue", "spec.interval"]})
-        assert (second.spec.queue, second.spec.interval.seconds) == ("others", 9)
-        assert second.spec.virtual_host == "/v", "what the mask does not name stays"
-        with pytest.raises(errors.InvalidArgumentError) as unknown:
-            await watchers.update(second, update_mask={"paths": ["spec.nothing"]})
-        assert [one.field for one in unknown.value.violations] == ["update_mask"]
-        await watchers.delete(first.name)
-        with pytest.raises(errors.NotFoundError):
-            await watchers.get(first.name)
-
-
 async def test_a_watcher_that_an_endpoint_reads_stays(tmp_path: Path) -> None:
     async with service(tmp_path, readers={"jobs": ["endpoints/a", "endpoints/b"]}) as watchers:
         await watchers.create("watchers/jobs")
@@ -169,14 +153,7 @@ async def test_a_watcher_that_an_endpoint_reads_stays(tmp_path: Path) -> None:
         assert caught.value.reason == "WATCHER_IN_USE"
         assert "endpoints/a, endpoints/b" in caught.value.message
         await watchers.delete("watchers/other")
-        with pytest.raises(errors.NotFoundError):
-            await watchers.delete("watchers/other")
-        with pytest.raises(errors.NotFoundError):
-            await watchers.get("watchers/other")
-        with pytest.raises(errors.NotFoundError):
-            await watchers.update(
-                api.QueueWatcher(name="watchers/other", spec={"broker": "default", "queue": "q"})
-            )
+        assert [one.name for one in (await watchers.list()).queue_watchers] == ["watchers/jobs"]
 
 
 async def test_what_cannot_be_watched_is_refused_and_the_rest_is_listed_in_pages(tmp_path: Path) -> None:
