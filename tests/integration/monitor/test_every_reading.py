@@ -43,6 +43,7 @@ def distinct(gpu: DoubleGpu) -> None:
     """Another number for every reading that is no switch."""
     gpu.utilization_percent, gpu.memory_utilization_percent = 95, 40
     gpu.memory_used_bytes, gpu.memory_reserved_bytes = 30 * GIB, GIB // 2
+    gpu.memory_free_bytes = 11 * GIB  # on some GPUs more is reserved than the driver tells
     gpu.temperature_celsius, gpu.power_watts, gpu.enforced_power_limit_watts = 71, 512.345, 650.0
     gpu.sm_clock_mhz, gpu.memory_clock_mhz, gpu.video_clock_mhz = 1755, 2619, 1545
     gpu.max_sm_clock_mhz, gpu.max_memory_clock_mhz = 1981, 2620

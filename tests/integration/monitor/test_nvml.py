@@ -86,13 +86,6 @@ def test_gpus_are_known_by_uuid_with_model_and_address(rig: Rig) -> None:
     assert not first.simulated
 
 
-def test_free_memory_is_what_the_driver_says_and_no_difference(rig: Rig) -> None:
-    """On some GPUs more is reserved than the record tells."""
-    rig.double.gpus[0].memory_free_bytes = 11 * GIB
-    rig.open()
-    assert rig.read().reading.memory_free_bytes == 11 * GIB
-
-
 @pytest.mark.parametrize(
     ("code", "status", "state"),
     [
@@ -184,25 +177,13 @@ def test_a_driver_without_gpus_is_a_problem(rig: Rig) -> None:
     assert rig.source.open().problem == "NVML: no GPU found"
 
 
-def test_after_a_driver_reload_old_handles_fail_and_opening_again_helps(rig: Rig) -> None:
-    rig.open()
-    rig.read()
-    rig.double.reload_driver()
-    assert set(rig.absent()) == set(GPU_FIELDS)
-    assert set(rig.absent(1)) == set(GPU_FIELDS)
-    rig.source.close()
-    rig.double.gpus[0].utilization_percent = 60
-    rig.double.write()
-    rig.open()
-    assert rig.read().reading.utilization_percent == 60.0
-
-
 def test_a_gpu_is_its_uuid_whatever_its_index_after_a_driver_reload(rig: Rig) -> None:
     first, second = rig.open()
     rig.double.gpus.reverse()
     for gpu, used in zip(rig.double.gpus, (7, 9), strict=True):
         gpu.memory_used_bytes = used * GIB
     rig.double.reload_driver()
+    assert set(rig.absent()) == set(rig.absent(1)) == set(GPU_FIELDS), "old handles fail"
     rig.source.close()
     assert rig.open() == [second, first]
     for uuid, used in ((second, 7), (first, 9)):
@@ -375,23 +356,6 @@ def test_a_gpu_says_where_its_links_lead(rig: Rig) -> None:
     rig.source.open()
     assert rig.source.read(first.uuid).link_ends == (second.uuid, second.uuid, None)
     assert rig.source.read(second.uuid).link_ends == (first.uuid, first.uuid)
-
-
-def test_a_gpu_without_links_lacks_their_readings(rig: Rig) -> None:
-    rig.double.gpus[0].nvlinks = []
-    rig.open()
-    sample = rig.read()
-    assert sample.link_ends == ()
-    assert {one.field for one in sample.reading.absent} == {
-        "nvlink_active_count",
-        "nvlink_sent_bytes",
-        "nvlink_received_bytes",
-        "nvlink_crc_error_count",
-        "nvlink_replay_error_count",
-        "nvlink_recovery_error_count",
-        "nvlink_bytes_per_second",
-    }
-    assert sample.state is GpuState.OK
 
 
 def test_gpus_on_the_bus_that_do_not_answer_are_missing_with_their_address(rig: Rig) -> None:

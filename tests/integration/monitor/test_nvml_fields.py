@@ -126,6 +126,13 @@ def test_links_that_come_up_later_are_found_and_none_is_up_before(
         check(sample, set())
 
 
+def test_a_gpu_without_links_lacks_their_readings(nvml_double: NvmlDouble, source: NvmlSource) -> None:
+    nvml_double.gpus[0].nvlinks = []
+    sample = read(nvml_double, source)
+    assert sample.link_ends == ()
+    check(sample, {name for name in GPU_FIELDS if name.startswith("nvlink_")} - GPM_METRICS.keys())
+
+
 def test_what_runs_over_links_is_told_by_the_second(nvml_double: NvmlDouble) -> None:
     """Of both directions, in bytes: the driver counts KiB. Counters that begin anew tell nothing for once."""
     gpu, now = nvml_double.gpus[0], 0.0

@@ -41,16 +41,6 @@ def test_of_several_gpus_all_or_none_are_admitted() -> None:
     assert one.fences == {"a": 5}
 
 
-def test_a_process_and_those_that_it_starts_have_its_fence_on_its_gpus() -> None:
-    one = admitted(Admissions().admit(["a"], "reservations/r5", 5, PARENT))
-    child, other = GpuProcess(11, lineage=(CHILD, PARENT)), GpuProcess(12, lineage=(OTHER,))
-    assert [process.reservation for process in Holders().mark(one, "a", (child, other))] == [
-        "reservations/r5",
-        None,
-    ]
-    assert [process.reservation for process in Holders().mark(one, "b", (child,))] == [None]
-
-
 def test_by_its_user_a_process_is_known_only_where_that_is_asked_for_and_the_user_has_one_reservation() -> (
     None
 ):
@@ -79,7 +69,7 @@ def test_one_process_may_be_admitted_on_more_gpus_later() -> None:
             ["b"], "reservations/r5", 5, PARENT
         )
     )
-    assert {of(one, gpu, PARENT) for gpu in "ab"} == {"reservations/r5"}
+    assert [of(one, gpu, CHILD, PARENT) for gpu in "abc"] == ["reservations/r5", "reservations/r5", None]
     assert len(one.workers) == 1
 
 

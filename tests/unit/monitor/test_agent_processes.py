@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from gpuscale.monitor.agent.processes import ProcessNames, UserNames, shown_program
-from gpuscale.monitor.model.readings import GpuProcess, ProcessKey
+from gpuscale.monitor.model.readings import GpuProcess
 from tests.support.clock import ManualClock
 
 POD, HEX = "0f8a6c52-1111-2222-3333-444455556666", "a" * 64
@@ -61,22 +61,6 @@ def test_a_program_that_computes_and_draws_is_one_process(proc: Path) -> None:
     records = [(101, 5), (102, None), (101, 7), (102, 3), (50, None), (50, None)]
     told = [(one.pid, one.memory_used_bytes, one.command) for one in ProcessNames().merge(records)]
     assert told == [(50, None, "shell"), (101, 7, "trainer"), (102, 3, "a) b (")]
-
-
-def test_memory_of_a_process_that_is_not_there_has_an_unknown_holder(proc: Path) -> None:
-    """One that has just ended, or that the host hides: the driver still counts its bytes."""
-    here, gone = ProcessNames().merge([(101, 5), (777, 6)])
-    assert (here.command, here.holder_unknown) == ("trainer", False)
-    assert gone == GpuProcess(777, 6, holder_unknown=True)
-
-
-def test_the_lineage_of_a_process_tells_when_each_of_them_started(proc: Path) -> None:
-    names = ProcessNames()
-    [process] = names.merge([(102, 1)])
-    keys = [(102, 5678), (101, 1234), (50, 900), (1, 0)]
-    assert process.lineage == tuple(ProcessKey(*key) for key in keys)
-    assert names.lineage(777) == ()
-    assert not names.foreign
 
 
 def test_a_process_is_known_by_its_effective_user_and_its_own_reservation_alone(proc: Path) -> None:

@@ -21,7 +21,6 @@ from gpuscale.autoscaler.adapters.engine import (
     WorkerLife,
 )
 from gpuscale.autoscaler.adapters.journal import Journal, JournalRecord, Phase
-from gpuscale.autoscaler.adapters.steps import KILLED
 from gpuscale.autoscaler.domain.replicas import Goal, ReplicaReport, ReplicaState
 from gpuscale.common.runtime.tasks import TaskScope
 from tests.support.clock import LoopClock, ManualClock
@@ -65,25 +64,6 @@ async def state(crew: EngineCrew, expected: ReplicaState, name: str = ONE) -> Re
         lambda: (crew.reports() or {}).get(name, ReplicaReport(ReplicaState.UNKNOWN)).state is expected
     )
     return (crew.reports() or {})[name]
-
-
-async def test_a_life_from_start_to_being_forgotten(tmp_path: Path) -> None:
-    engine = FakeEngine()
-    async with running(engine, tmp_path) as crew:
-        crew.apply([desired()])
-        await state(crew, ReplicaState.STARTING)
-        engine.show(ONE, Sighting(WorkerLife.READY))
-        await state(crew, ReplicaState.READY)
-        crew.apply([desired(goal=Goal.STOP, drain=5.0)])
-        await state(crew, ReplicaState.DRAINING)
-        assert engine.of(Finish) == [Finish(ONE, 5.0)]
-        ended = await state(crew, ReplicaState.STOPPED)
-        assert (ended.exit_code, ended.reason) == (-9, KILLED)
-        assert len(engine.of(Kill)) == 1
-        crew.apply([desired(goal=Goal.FORGET)])
-        await eventually(lambda: crew.reports() == {})
-    assert engine.of(Remove) == [Remove(ONE)]
-    assert not any(tmp_path.iterdir())
 
 
 class BusyClock(LoopClock):
