@@ -8,6 +8,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -22,7 +23,7 @@ from gpuscale.autoscaler.domain.spec import EndpointSpec, Pace, ReplicaTemplate
 from gpuscale.autoscaler.loop import reconciler
 from gpuscale.autoscaler.loop.leases import Actor
 from gpuscale.autoscaler.signals.sources import Histories, SignalSources
-from gpuscale.autoscaler.state import decision_log
+from gpuscale.autoscaler.state import decision_log, store
 from gpuscale.common.names import replica_name
 from tests.property.autoscaler import scaling_script
 from tests.property.autoscaler.scaling_doubles import FOREIGN
@@ -235,6 +236,64 @@ def test_a_grant_that_was_never_heard_of_is_used_or_replaced(meanwhile: str) -> 
         assert (row.lease.reservation == granted) is (meanwhile == "an adapter goes")
 
     played(work, scaling_script.ADAPTERS[:2])
+
+
+@pytest.mark.parametrize(
+    ("then", "why"),
+    [
+        ("a comes back", []),
+        ("b comes", ["ADAPTER_LACKS_IT"]),
+        ("its time is over and b comes", ["its reservation ended before it was used"]),
+        ("scaled in", ["SCALED_IN"]),
+        ("deleted", []),
+        ("another template and c comes", ["TEMPLATE_CHANGED"]),
+    ],
+)
+def test_a_grant_of_an_earlier_life_waits_for_an_adapter_that_can_use_it(then: str, why: list[str]) -> None:
+    """Its autoscaler died before it heard of it, and its adapter is away: it is used or given back, and not asked for anew."""
+    spec = EndpointSpec(0, 2, ReplicaTemplate("worker", gpu_count=1, lease_ttl=600.0), tick=5.0)
+    others = {"node": "n1.rack-4", "templates": ("other",)}
+
+    async def work(world: World) -> None:
+        adapters = {one.register.adapter: one for one in world.adapters}
+        adapters["b"].away = adapters["c"].away = True
+        await asyncio.sleep(6)
+        world.allocator.losing = 1.0
+        await world.create("e1", spec)
+        await world.user(lambda all_: all_.set_replicas("e1", 1, current=None, who="me"))
+        await asyncio.sleep(2)
+        adapters["a"].away, world.allocator.losing = True, 0.0
+        world.life.dead.set()
+        await asyncio.sleep(30)
+        [granted] = set(world.allocator.reservations) - {FOREIGN}
+        [waiting] = world.rows()
+        assert (waiting.adapter, world.allocator.calls["RenewReservation"]) == ("", 0)
+        if "template" in then:
+            template = replace(spec.template, template="other")
+
+            def change(before: EndpointSpec) -> EndpointSpec:
+                return replace(before, template=template)
+
+            await world.user(lambda all_: all_.update("e1", change, etag="", validate_only=False))
+        if "over" in then:
+            world.allocator.expire(granted)
+        if "comes" in then:
+            adapters[then.partition(" comes")[0][-1]].away = False
+        elif then == "deleted":
+            await world.user(lambda all_: all_.delete("e1", etag=""))
+        else:
+            await world.user(lambda all_: all_.set_replicas("e1", 0, current=None, who="me"))
+        await asyncio.sleep(20)
+        scaling_script.agrees(world)
+        used = [row.lease.reservation for row in world.rows() if row.lease]
+        assert len(used) == ("comes" in then)
+        assert (used == [granted]) == (then == "a comes back")
+        assert len(world.allocator.reservations) == 2 + ("comes" in then and used != [granted])
+        with world.connection.begin():
+            ended = [one for one in store.replicas(world.connection, show_ended=True) if one.ended]
+        assert [one.end_reason.value if one.end_reason else one.reason for one in ended] == why
+
+    played(work, [*scaling_script.ADAPTERS[:2], {"name": "c", **others}])
 
 
 @pytest.mark.parametrize("seed", range(2))
