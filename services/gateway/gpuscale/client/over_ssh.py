@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO, NamedTuple, Self
@@ -100,24 +100,36 @@ def write_together(
 ) -> list[int]:
     """Run a program for each member and write its output, prefixed with the member if there are several; returns exit codes.
 
-    Outputs are written `in_turn` or interleaved.
+    Outputs are written `in_turn` or interleaved. A program that is turned away by its host is started again.
     """
     with ExitStack() as stack:
-        started = [
-            stack.enter_context(
-                subprocess.Popen(dying_with_us(one.words), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+
+        def start(words: list[str]) -> "subprocess.Popen[bytes]":
+            made = subprocess.Popen(
+                dying_with_us(words),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
             )
-            for one in members
-        ]
-        for process in started:
-            on_start(process)
+            on_start(made)
+            return stack.enter_context(made)
+
+        started = [start(one.words) for one in members]
         failed = list[OSError]()
-        prefixes = [f"[{one.number}] ".encode() if len(members) > 1 else b"" for one in members]
+
+        def copy(number: int) -> None:
+            prefix = f"[{members[number].number}] ".encode() if len(members) > 1 else b""
+            for pause in _pauses():
+                process, wrote = started[number], bytearray()
+                errors = _Errors(process, 2)
+                _copy(process, process.stdout, descriptor, prefix, failed, wrote)
+                turned_away = process.wait() == SSH_FAILED and not wrote and errors.turned_away()
+                if not turned_away or not pause or start(["sleep", f"{pause:.3f}"]).wait():
+                    return
+                started[number] = start(members[number].words)
+
         copying = [
-            threading.Thread(
-                target=_copy, args=(process, process.stdout, descriptor, prefix, failed), daemon=True
-            )
-            for prefix, process in zip(prefixes, started, strict=True)
+            threading.Thread(target=copy, args=(number,), daemon=True) for number in range(len(members))
         ]
         for thread in copying:
             thread.start()
@@ -126,6 +138,15 @@ def write_together(
         for thread in copying:
             thread.join()
         return _codes(started, failed)
+
+
+def _pauses() -> Iterator[float]:
+    """After each try of ssh, how long to wait for the next; 0 after the last."""
+    from gpuscale.common.runtime.tasks import Backoff  # only now: `run` starts ssh before it imports much
+
+    waits = Backoff(FIRST_PAUSE)
+    yield from (waits.next() for _ in range(TRIES - 1))
+    yield 0.0
 
 
 def _codes(started: "Sequence[subprocess.Popen[bytes]]", failed: Sequence[OSError]) -> list[int]:
@@ -141,11 +162,16 @@ def _copy(
     descriptor: int,
     prefix: bytes,
     failed: list[OSError] | None,
+    beginning: bytearray,
 ) -> None:
-    """Copy an output, if it is piped, with a prefix before each line; a full disk or closed pipe ends the process, and is what `failed`."""
+    """Copy an output, if it is piped, with a prefix before each line, and keep its beginning.
+
+    A full disk or closed pipe ends the process, and is what `failed`.
+    """
     left = b""
     try:
         while source and (chunk := _next_of(process, source, failed is None)) and not source.closed:
+            beginning += chunk[: CHUNK - len(beginning)]
             if prefix:
                 *lines, left = (left + chunk).split(b"\n")
                 if len(left) > CHUNK:  # without an end, as of a progress bar
@@ -160,7 +186,7 @@ def _copy(
             failed.append(error)
         elif source:  # nobody need read what it says of errors
             with Path(os.devnull).open("wb") as nowhere:
-                _copy(process, source, nowhere.fileno(), b"", None)
+                _copy(process, source, nowhere.fileno(), b"", None, beginning)
     except ValueError:  # closed by us after the process ended: a helper of ssh held it open
         pass
 
@@ -174,6 +200,21 @@ def _next_of(process: "subprocess.Popen[bytes]", source: IO[bytes], errors: bool
             return b""
         ended = process.returncode is not None  # and once more: it may have written until then
     return os.read(source.fileno(), CHUNK)
+
+
+class _Errors(threading.Thread):
+    """Copies what a process says on standard error as it comes: ssh may ask a person there."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", descriptor: int, prefix: bytes = b"") -> None:
+        self._beginning = bytearray()
+        copied = (process, process.stderr, descriptor, prefix, None, self._beginning)
+        super().__init__(target=_copy, args=copied, daemon=True)
+        self.start()
+
+    def turned_away(self) -> bool:
+        """Whether an ended ssh says that its host turned it away."""
+        self.join()
+        return bool(_TURNED_AWAY.match(self._beginning.decode(errors="replace")))
 
 
 class EarlyStart:
@@ -242,28 +283,28 @@ def supervise_all(
         FailedPreconditionError: no ssh here (NO_SSH), or one of several members cannot start, so none did (MEMBER_NOT_READY).
         UnavailableError: no supervisor started on one of the nodes, so nothing runs (NO_SUPERVISOR).
     """
-    failed, first = list[OSError](), members[0].orders
+    failed, first, errors = list[OSError](), members[0].orders, list[_Errors]()
     alone = len(members) == 1 and stderr is None
     early = members[0].early.take(first) if members[0].early and alone else None
-    # Ours where it is not read for another try: ssh may ask a person there.
-    inherit = alone and (first.local or not first.detached)
     together, outputs = first.stop_together, (stdout, 2 if stderr is None else stderr)
     with ExitStack() as stack:
 
         def start(words: list[str]) -> "subprocess.Popen[bytes]":
-            process = stack.enter_context(_started(words, environment, inherit=inherit))
+            process = stack.enter_context(_started(words, environment, inherit=alone and first.local))
             on_start(process)
             stack.callback(process.kill)
+            if alone and not first.detached:
+                errors[:] = [_Errors(process, outputs[1])]
             return process
 
         if early:
             on_start(early)
         there = [] if early else [(one, start(one.words)) for one in members]
-        started = [early] if early else [_come_up(*pair, start, patience) for pair in there]
+        started = [early] if early else [_come_up(*pair, start, patience, errors) for pair in there]
         if len(members) == 1:
             feed = (started[0].stdin, first.line(), not first.detached)
             threading.Thread(target=_feed, args=feed, daemon=True).start()
-            _follow(0, started, outputs, together, failed)
+            _follow(0, started, outputs, together, failed, errors)
             return _codes(started, failed)
         for one, process in zip(members, started, strict=True):
             if process.stdin is not None:
@@ -278,7 +319,9 @@ def supervise_all(
         for process in started:
             _feed(process.stdin, GO, own_input=False)
         following = [
-            threading.Thread(target=_follow, args=(number, started, outputs, together, failed), daemon=True)
+            threading.Thread(
+                target=_follow, args=(number, started, outputs, together, failed, []), daemon=True
+            )
             for number in range(len(started))
         ]
         for thread in following:
@@ -309,17 +352,19 @@ def _come_up(
     process: "subprocess.Popen[bytes]",
     start: Callable[[list[str]], "subprocess.Popen[bytes]"],
     patience: float,
+    shown: list[_Errors],
 ) -> "subprocess.Popen[bytes]":
     """Its supervisor once it greets: this one, or another if the host turned ssh away.
 
-    An attached run on one host has one try, since its ssh has our standard error. Raises UnavailableError: none did (NO_SUPERVISOR).
+    `shown` has the standard error of the latest, if it is shown already. Raises UnavailableError: none did (NO_SUPERVISOR).
     """
-    from gpuscale.common.runtime.tasks import Backoff  # only now: `run` starts ssh before it imports much
-
-    waits, tries, until = Backoff(FIRST_PAUSE), TRIES, time.monotonic() + patience
-    while (said := _instead_of(GREETING, process, until - time.monotonic())) is not None:
-        pause, tries = waits.next(), tries - 1
-        again = tries and time.monotonic() + pause < until and _TURNED_AWAY.match(said)
+    until = time.monotonic() + patience
+    for pause in _pauses():
+        said = _instead_of(GREETING, process, until - time.monotonic(), shown)
+        if said is None:
+            break
+        turned_away = shown[0].turned_away() if shown else _TURNED_AWAY.match(said)
+        again = pause and time.monotonic() + pause < until and turned_away
         if not again or start(["sleep", f"{pause:.3f}"]).wait():  # a program: signals end it as they do ssh
             raise UnavailableError(
                 f"no supervisor came up on {one.orders.node}, so nothing was started there: {' '.join(one.words[:-1])} must"
@@ -331,8 +376,10 @@ def _come_up(
     return process
 
 
-def _instead_of(line: bytes, process: "subprocess.Popen[bytes]", patience: float) -> str | None:
-    """The standard error of a supervisor that did not write this line in time, which is killed; None if it did."""
+def _instead_of(
+    line: bytes, process: "subprocess.Popen[bytes]", patience: float, shown: Sequence[_Errors] = ()
+) -> str | None:
+    """The standard error, unless it is `shown`, of a supervisor that did not write this line in time, which is killed; None if it did."""
     impatient = threading.Timer(patience, process.kill)
     impatient.daemon = True
     impatient.start()
@@ -342,7 +389,7 @@ def _instead_of(line: bytes, process: "subprocess.Popen[bytes]", patience: float
         return None
     process.kill()
     process.wait()
-    if process.stderr is None:
+    if process.stderr is None or shown:
         return ""
     os.set_blocking(process.stderr.fileno(), False)  # a helper of ssh may hold it open
     return (process.stderr.read() or b"").decode(errors="replace").strip()
@@ -354,13 +401,12 @@ def _follow(
     outputs: tuple[int, int],
     together: bool,
     failed: list[OSError],
+    shown: Sequence[_Errors],
 ) -> None:
     """Copy a member's output until it ends; if its connection is lost, the others end too (`together`)."""
     process, prefix = started[number], f"[{number}] ".encode() if len(started) > 1 else b""
-    copied = process, process.stderr, outputs[1], prefix, None
-    errors = threading.Thread(target=_copy, args=copied, daemon=True)
-    errors.start()
-    _copy(process, process.stdout, outputs[0], prefix, failed)
+    errors = shown[0] if shown else _Errors(process, outputs[1], prefix)
+    _copy(process, process.stdout, outputs[0], prefix, failed, bytearray())
     if process.wait() == SSH_FAILED and together:
         for other in started:
             if other.poll() is None:
