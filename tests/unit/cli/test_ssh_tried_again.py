@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from gpuscale.client import over_ssh
+from gpuscale.api.allocator import v1 as api
+from gpuscale.client import jobs, over_ssh
 from gpuscale.client.orders import GREETING, Orders
 from gpuscale.common.errors import UnavailableError
 
@@ -59,6 +60,23 @@ def test_logs_are_read_at_another_try(
 ) -> None:
     script = SSHD.format(log=tmp_path / "log", times=times, then=then)
     member = over_ssh.Member(0, "beta", ["sh", "-c", script])
-    assert over_ssh.write_together([member], 1, in_turn=False) == [code]
+    assert over_ssh.write_together([member], 1, in_turn=False) == [(code, bool(out))]
     assert (tmp_path / "log").read_text().count("\n") == tries
     assert capfd.readouterr().out == out
+
+
+def test_who_follows_a_job_is_told_of_a_lost_connection_and_of_no_line_twice(
+    monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    """The last lines that the service knows are for who has read none: they are older than what was read."""
+    found = api.Reservation(name="reservations/r1", job={"members": [{"last_lines": ["old"]}]})
+    for then, out, reason in (
+        ("echo old; echo new", "old\nnew\n", "CONNECTION_LOST"),
+        ("true", "old\n", "NO_SUPERVISOR"),
+    ):
+        members = [over_ssh.Member(0, "beta", ["sh", "-c", f"{then}; exit 255"])]
+        monkeypatch.setattr(jobs.Job, "look", lambda _: found)
+        monkeypatch.setattr(jobs.Job, "_on_nodes", lambda *_, members=members: members)
+        with pytest.raises(UnavailableError) as caught:
+            jobs.Job(None, found.name).write(1, follow=False)
+        assert (caught.value.reason, capfd.readouterr().out) == (reason, out)

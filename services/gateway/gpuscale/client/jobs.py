@@ -298,8 +298,13 @@ class Job:
         follow = follow and not found.HasField("end_time")
         script = _shell_reading(found.name.partition("/")[2], follow=follow, last=last, lines=lines)
         members = self._on_nodes(found, _FOLDER + script)
-        codes = over_ssh.write_together(members, descriptor, in_turn=not follow, on_start=on_start)
-        for member, code in zip(members, codes, strict=True):
+        read = over_ssh.write_together(members, descriptor, in_turn=not follow, on_start=on_start)
+        for member, (code, began) in zip(members, read, strict=True):
+            if began and code == over_ssh.SSH_FAILED:
+                raise UnavailableError(
+                    f"the connection to {member.node} ended while {found.name} was read, which does not depend on it",
+                    reason="CONNECTION_LOST",
+                )
             if code:
                 known = [
                     line

@@ -97,10 +97,10 @@ class Member(NamedTuple):
 
 def write_together(
     members: Sequence[Member], descriptor: int, *, in_turn: bool, on_start: OnStart = id
-) -> list[int]:
-    """Run a program for each member and write its output, prefixed with the member if there are several; returns exit codes.
+) -> list[tuple[int, bool]]:
+    """Run a program for each member and write its output, prefixed with the member if there are several.
 
-    Outputs are written `in_turn` or interleaved. A program that is turned away by its host is started again.
+    Returns the exit code of each, and whether it wrote anything. Outputs are written `in_turn` or interleaved. A program that is turned away by its host is started again.
     """
     with ExitStack() as stack:
 
@@ -115,15 +115,16 @@ def write_together(
             return stack.enter_context(made)
 
         started = [start(one.words) for one in members]
-        failed = list[OSError]()
+        failed, began = list[OSError](), [False for _ in members]
 
         def copy(number: int) -> None:
             prefix = f"[{members[number].number}] ".encode() if len(members) > 1 else b""
             for pause in _pauses():
-                process, wrote = started[number], bytearray()
+                process, beginning = started[number], bytearray()
                 errors = _Errors(process, 2)
-                _copy(process, process.stdout, descriptor, prefix, failed, wrote)
-                turned_away = process.wait() == SSH_FAILED and not wrote and errors.turned_away()
+                _copy(process, process.stdout, descriptor, prefix, failed, beginning)
+                began[number] = bool(beginning)
+                turned_away = process.wait() == SSH_FAILED and not beginning and errors.turned_away()
                 if not turned_away or not pause or start(["sleep", f"{pause:.3f}"]).wait():
                     return
                 started[number] = start(members[number].words)
@@ -137,7 +138,7 @@ def write_together(
                 thread.join()
         for thread in copying:
             thread.join()
-        return _codes(started, failed)
+        return list(zip(_codes(started, failed), began, strict=True))
 
 
 def _pauses() -> Iterator[float]:
