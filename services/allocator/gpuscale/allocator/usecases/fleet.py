@@ -11,7 +11,8 @@ nothing is held on it.
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any
 
 import grpc
 
@@ -19,10 +20,10 @@ from gpuscale.allocator.domain.model import WHOLE, Gpu, GpuProcess, HardwareLook
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common import names, wire
-from gpuscale.common.errors import GpuscaleError, UnavailableError
+from gpuscale.common.errors import UnavailableError
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.logs import Attempts, get_logger
-from gpuscale.common.runtime.tasks import Backoff, Clock, pause_before_retry
+from gpuscale.common.runtime.tasks import Backoff, Clock, endings
 from gpuscale.common.topology import PciPlace
 
 
@@ -155,21 +156,15 @@ class FleetFollower:
             f"the fleet's GPUs are not known yet: {problem}", reason="NO_TELEMETRY", retry_after=1.0
         )
 
-    async def run(self) -> NoReturn:
+    async def run(self) -> None:
         """Follow the fleet for ever, across broken streams and restarts of the fleet."""
-        backoff, saving = Backoff(cap=_RETRY_CAP), Attempts(_log, "cannot save node ranks", UnavailableError)
-        while True:
-            problem = "the fleet ended the stream"
-            try:
-                await self._follow(backoff, saving)
-            except GpuscaleError as error:
-                problem = error.message
+        follow = partial(self._follow, Attempts(_log, "cannot save node ranks", UnavailableError))
+        async for problem in endings(follow, _RETRY_CAP, "the fleet ended the stream"):
             if not self.problem:
                 _log.warning("lost the fleet", problem=problem)
             self.problem = problem
-            await pause_before_retry(backoff.next())
 
-    async def _follow(self, backoff: Backoff, saving: Attempts) -> None:
+    async def _follow(self, saving: Attempts, backoff: Backoff) -> None:
         first_round: list[Node] = []
         full = False
         stub, interval = monitor_api.FleetServiceStub(self.channel), wire.to_duration(MIN_INTERVAL)

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from itertools import chain
-from typing import NoReturn
 
 import grpc
 
@@ -43,7 +42,7 @@ from gpuscale.common.names import endpoint_name, node_name, node_of, replica_nam
 from gpuscale.common.rpc.channel import RPC_TIMEOUT
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.logs import get_logger
-from gpuscale.common.runtime.tasks import Backoff, Clock, TaskScope, hit_async, wait_at_most
+from gpuscale.common.runtime.tasks import Backoff, Clock, TaskScope, endings, hit_async, wait_at_most
 from gpuscale.common.store.store import Store
 from gpuscale.common.wire import enum_word, seconds, to_datetime, to_duration
 
@@ -540,19 +539,12 @@ class LeaseKeeper:
         at, time, reason = self._revoked.get(replica.lease.reservation, (None, NEVER, ""))
         return revoked(replica, at, time, reason, self._clock.now())
 
-    async def follow_revocations(self) -> NoReturn:
+    async def follow_revocations(self) -> None:
         """Follow revocations, across broken streams and restarts of the allocator."""
-        backoff = Backoff(cap=RETRY)
-        while True:
-            problem = "it ended the stream"
-            try:
-                await self._follow(backoff)
-            except errors.GpuscaleError as error:
-                problem = error.message
+        async for problem in endings(self._follow, RETRY):
             if self._following:
                 _log.warning("cannot follow revocations", error=problem)
             self._following = False
-            await asyncio.sleep(backoff.next())
 
     async def _follow(self, backoff: Backoff) -> None:
         found: dict[str, tuple[float, datetime, str]] = {}

@@ -7,7 +7,7 @@ agent. A GPU or host that should report but does not is silent; one that cannot 
 import asyncio
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn, cast
+from typing import cast
 
 import grpc
 from google.protobuf.message import Message
@@ -17,10 +17,9 @@ from gpuscale.api.types import v1 as types_api
 from gpuscale.autoscaler.domain.signals import Sample
 from gpuscale.autoscaler.domain.spec import GpuSignal, HostSignal
 from gpuscale.common import names, wire
-from gpuscale.common.errors import GpuscaleError
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.logs import get_logger
-from gpuscale.common.runtime.tasks import Backoff, Clock, pause_before_retry
+from gpuscale.common.runtime.tasks import Backoff, Clock, endings
 
 FRESH_PERIODS = 3
 """Periods for which a reading counts (DESIGN: older than three is STALE)."""
@@ -119,20 +118,13 @@ class FleetMetrics:
         self._wanted = asyncio.Event()
         self._problem = "the fleet has not answered yet"
 
-    async def run(self) -> NoReturn:
+    async def run(self) -> None:
         """Follow the fleet for ever, once queried, across broken streams and restarts of the fleet."""
         await self._wanted.wait()
-        backoff = Backoff(cap=_RETRY_CAP)
-        while True:
-            problem = "it ended the stream"
-            try:
-                await self._follow(backoff)
-            except GpuscaleError as error:
-                problem = error.message
+        async for problem in endings(self._follow, _RETRY_CAP):
             if not self._problem:
                 _log.warning("lost the fleet", problem=problem)
             self._problem = f"the fleet cannot be followed: {problem}"
-            await pause_before_retry(backoff.next())
 
     def gpus(self, source: GpuSignal, own: Collection[str], oldest: float) -> Sample:
         """A GPU reading; `own` are the UUIDs held by the endpoint's ready replicas.

@@ -20,7 +20,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Iterable, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -80,6 +80,24 @@ async def pause_before_retry(seconds: float) -> None:
     if (task := asyncio.current_task()) is not None and task.cancelling():
         raise asyncio.CancelledError
     await asyncio.sleep(seconds)
+
+
+async def endings(
+    follow: Callable[[Backoff], Awaitable[None]], cap: float, ended: str = "it ended the stream"
+) -> AsyncGenerator[str]:
+    """Follow a stream for ever, again after a pause of at most `cap` seconds; yields why it ended, or `ended`, each time that it did.
+
+    `follow` resets its backoff whenever it receives something.
+    """
+    backoff = Backoff(cap=cap)
+    while True:
+        problem = ended
+        try:
+            await follow(backoff)
+        except errors.GpuscaleError as error:
+            problem = error.message
+        yield problem
+        await pause_before_retry(backoff.next())
 
 
 P = ParamSpec("P")
