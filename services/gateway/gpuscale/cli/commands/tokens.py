@@ -20,18 +20,17 @@ from tomlkit.exceptions import TOMLKitError
 from tomlkit.items import Item, Key
 from tomlkit.items import Table as TomlTable
 
-from gpuscale import client as library
 from gpuscale.api.monitor import v1 as api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.cli.commands.certs import ROLES
+from gpuscale.cli.console import lookup
 from gpuscale.cli.console.command import FILE, Session, command, names, one_name
 from gpuscale.cli.console.errors import writing
 from gpuscale.cli.console.terminal import TYPED, folded, note
 from gpuscale.cli.grammar.jsonpath import Format, is_list
-from gpuscale.cli.grammar.nouns import full_name
 from gpuscale.cli.grammar.parameters import DURATION, option, repeated, utc_text
 from gpuscale.common import errors, wire
-from gpuscale.common.names import JOINING, is_id
+from gpuscale.common.names import is_id
 from gpuscale.common.secrets import write_private
 from gpuscale.common.security.auth import MAX_PREVIOUS, RESERVED_NAMES
 
@@ -449,11 +448,7 @@ def create_join_token(
 def list_join_tokens(session: Session, name: tuple[str, ...]) -> None:
     """List valid join tokens, all or those of these ids."""
     with session.connect() as client:
-        wanted = [api.GetJoinTokenRequest(name=full_name(JOINING, one)) for one in name]
-        found = [client.joining.GetJoinToken(request).join_token for request in wanted]
-        if not name:
-            listed = library.pages(client.joining.ListJoinTokens, api.ListJoinTokensRequest(page_size=1000))
-            found = [one for page in listed for one in page.join_tokens]
+        found = lookup.join_tokens(client, name)
     session.output.write_records("joinTokens", [_join_token_record(one) for one in found], _OF_JOIN_TOKENS)
     session.output.note_none(found, "none; make one with: gpuscalectl join-token create")
 

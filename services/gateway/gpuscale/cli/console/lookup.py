@@ -154,6 +154,7 @@ def _reader(api: Any, service: str, pattern: str, noun: str, nouns: str = "") ->
 
 Reader: TypeAlias = Callable[..., list[M]]
 nodes: Reader[monitor_api.Node] = _reader(monitor_api, "fleet", names.NODE, "Node")
+join_tokens: Reader[monitor_api.JoinToken] = _reader(monitor_api, "joining", names.JOINING, "JoinToken")
 recordings: Reader[monitor_api.Recording] = _reader(monitor_api, "recordings", names.RECORDING, "Recording")
 endpoints: Reader[api.Endpoint] = _reader(api, "endpoints", names.ENDPOINT, "Endpoint")
 watchers: Reader[api.QueueWatcher] = _reader(api, "queue_watchers", names.WATCHER, "QueueWatcher")
@@ -289,10 +290,14 @@ def gpus(
     return sorted(filter(meets, found), key=compile_order(about.chosen.order_by, types_api.Gpu))
 
 
+def _gpus_of_all(client: Client, typed: Sequence[str] = ()) -> list[types_api.Gpu]:
+    return gpus(nodes(client), typed)
+
+
 def gpu_uuid(client: Client, typed: str) -> str:
     """The UUID of a GPU typed in any form; a complete UUID need not exist any more."""
     try:
-        return _Gpus(gpu for node in nodes(client) for gpu in node.snapshot.gpus).find(typed).uuid
+        return _gpus_of_all(client, [typed])[0].uuid
     except NotFoundError:
         if is_uuid(typed):
             return typed
@@ -500,10 +505,6 @@ def presets(client: Client) -> list[api.Preset]:
     return EVERYTHING.items(client.presets, api.ListPresetsRequest())
 
 
-def _gpus_of_all(client: Client, typed: Sequence[str] = ()) -> list[types_api.Gpu]:
-    return gpus(nodes(client), typed)
-
-
 READERS: Mapping[str, Callable[..., Sequence[Any]]] = {
     "nodes": nodes,
     "gpus": _gpus_of_all,
@@ -536,7 +537,7 @@ READERS: Mapping[str, Callable[..., Sequence[Any]]] = {
 def short_names(client: Client, kind: str) -> list[str]:
     """The names of all resources of a kind, as tables show them; UUIDs of GPUs."""
     if kind == "gpus":
-        return [gpu.uuid for gpu in gpus(nodes(client))]
+        return [gpu.uuid for gpu in _gpus_of_all(client)]
     if kind == "presets":
         return [short(preset.name) for preset in presets(client)]
     if kind == "quotas":
