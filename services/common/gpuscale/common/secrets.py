@@ -89,6 +89,10 @@ class SecretUrl:
         """The whole URL with its secrets, only for the library that connects."""
         return self._text
 
+    def texts(self) -> tuple[str, str, str]:
+        """The URL and its password, as they are and percent-encoded: what a text must not have."""
+        return self._text, self.password.get_secret_value(), self._parts.password or ""
+
     @property
     def scheme(self) -> str:
         """The scheme, in lower case."""

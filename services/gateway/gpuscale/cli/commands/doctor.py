@@ -35,7 +35,7 @@ from gpuscale.common import wire
 from gpuscale.common.config.sources import CONFIG_VARIABLE, Settings
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError
 from gpuscale.common.rpc.status import LEADER_KEY, PROBLEM_KEY
-from gpuscale.common.secrets import SecretUrl, write_private
+from gpuscale.common.secrets import write_private
 from gpuscale.common.sizes import counted
 
 if TYPE_CHECKING:
@@ -341,7 +341,11 @@ def known_secrets(session: Session, config: Path | None) -> set[str]:
         try:
             for one in host.read_settings(config):
                 if not isinstance(one, host.Diagnosis):
-                    found |= {text for _, secret in host.secrets_in(one, "") for text in _texts(secret)}
+                    for _, secret in host.secrets_in(one, ""):
+                        if isinstance(secret, SecretStr):
+                            found.add(secret.get_secret_value())
+                        else:
+                            found.update(secret.texts())
                     files += [
                         getattr(one, field)
                         for field in type(one).model_fields
@@ -358,13 +362,3 @@ def known_secrets(session: Session, config: Path | None) -> set[str]:
 
 
 _SECRET_FILES = ("token_file", "key_file", "database_file")
-
-
-def _texts(secret: SecretUrl | SecretStr) -> Iterator[str]:
-    """A secret in each form in which it may occur in a text."""
-    if isinstance(secret, SecretStr):
-        yield secret.get_secret_value()
-    else:
-        yield secret.reveal()
-        yield secret.password.get_secret_value()
-        yield secret.reveal().partition("://")[2].rpartition("@")[0].partition(":")[2]  # percent-encoded
