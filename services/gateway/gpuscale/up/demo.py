@@ -20,15 +20,18 @@ from google.protobuf.json_format import ParseDict
 from gpuscale.allocator.app import until_known
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
+from gpuscale.client.calls import AsyncCalls
+from gpuscale.client.client import AsyncClient
 from gpuscale.common.errors import AlreadyExistsError, GpuscaleError, NotFoundError
+from gpuscale.common.rpc.channel import RPC_TIMEOUT
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.logs import get_logger
-from gpuscale.common.runtime.tasks import TaskScope
+from gpuscale.common.runtime.tasks import TaskScope, wait_at_most
 from gpuscale.common.wire import to_duration
 from gpuscale.up.demo_hosts import Build, DemoProgram, DemoSite, Traffic, Workers
 
 LEASE = 30.0
-"""Seconds of a lease, renewed at every third of it."""
+"""Seconds of a lease."""
 PATIENCE = 6 * 3600.0
 """Seconds to wait in the queue."""
 
@@ -46,54 +49,43 @@ class Habit:
     load: float  # utilization of its GPUs in percent; 0 for a forgotten reservation
     memory: float  # fraction of each GPU's memory
     nodes: Sequence[str] = ()  # node; empty for any
-    members: int = 1
+    members: int | None = None
     priority: int = 0
     labels: tuple[tuple[str, str], ...] = ()
 
 
-async def live(habit: Habit, site: DemoSite, allocator: grpc.aio.Channel, seed: str) -> None:
+async def live(habit: Habit, site: DemoSite, client: AsyncClient, seed: str) -> None:
     """For ever: reserve, use, release, rest. A refused request is retried after the rest."""
     random = Random(f"{seed}/{habit.user}/{habit.program}")
-    stub = allocator_api.AllocatorServiceStub(allocator)
-    nodes = habit.nodes or list(site.hosts)
-    ask = allocator_api.Ask(gpu_count=habit.gpus, nodes=[f"nodes/{one}" for one in nodes])
-    if habit.members > 1:
-        ask.member_count = habit.members
-        ask.gang_strategy = allocator_api.GangStrategy.GANG_STRATEGY_PACK
-    request = allocator_api.ReserveRequest(
-        holder=habit.user,
-        ask=ask,
-        ttl=to_duration(LEASE),
-        wait=to_duration(PATIENCE),
-        tenant=habit.tenant,
-        priority=habit.priority,
-        labels=dict(habit.labels),
-        owner=habit.user,
-    )
 
     def load() -> float:
         return habit.load and habit.load + random.uniform(-6.0, 6.0)
 
     await site.sleep(random.uniform(0.0, 0.05))
     while True:
-        request.request_id = str(UUID(int=random.getrandbits(128), version=4))
+        request_id = str(UUID(int=random.getrandbits(128), version=4))
         lasts = random.uniform(*habit.lasts)
-        with suppress(GpuscaleError), rpc_errors():
-            granted = (await stub.Reserve(request)).reservation
-            program = DemoProgram(habit.user, habit.program, load, habit.memory, granted.name)
-            site.begin([gpu.uuid for gpu in granted.gpus], program)
-            try:
-                until = site.hours() + lasts
-                while (left := (until - site.hours()) * 3600 / site.speed) > 0:
-                    await asyncio.sleep(min(left, LEASE / 3))
-                    renewal = allocator_api.RenewReservationRequest(
-                        name=granted.name, fence=granted.fence, ttl=to_duration(LEASE)
-                    )
-                    await stub.RenewReservation(renewal)  # an error ends it, like a lost lease
-            finally:
-                site.end(program)
-            release = allocator_api.ReleaseReservationRequest(name=granted.name, fence=granted.fence)
-            await stub.ReleaseReservation(release)
+        with suppress(GpuscaleError):
+            async with client.reserve(
+                habit.gpus,
+                habit.user,
+                nodes=habit.nodes or list(site.hosts),
+                member_count=habit.members,
+                gang_strategy="pack" if habit.members else "",
+                request_id=request_id,
+                ttl=LEASE,
+                wait=PATIENCE,
+                tenant=habit.tenant,
+                priority=habit.priority,
+                labels=dict(habit.labels),
+                owner=habit.user,
+            ) as lease:
+                program = DemoProgram(habit.user, habit.program, load, habit.memory, lease.name)
+                site.begin(lease.gpu_uuids, program)
+                try:
+                    await wait_at_most(lease.lost, lasts * 3600 / site.speed)
+                finally:
+                    site.end(program)
         await site.sleep(random.uniform(*habit.rests))
 
 
@@ -132,6 +124,7 @@ async def open_demo(services: grpc.aio.Channel, *, speed: float, seed: int) -> A
     """
     site = DemoSite(BUILDS, speed)
     traffic = Traffic({name: capacity for name, (capacity, _) in ENDPOINTS.items()})
+    client = AsyncClient(AsyncCalls(services, RPC_TIMEOUT, lambda error, _: error), "")
     async with TaskScope() as scope:
         for host in site.hosts.values():
             scope.spawn(f"demo host {host.build.node}", _again(host.report, services))
@@ -140,13 +133,13 @@ async def open_demo(services: grpc.aio.Channel, *, speed: float, seed: int) -> A
             if build.labels["pool"] == SERVING:
                 workers = Workers(build.node, site, traffic)
                 scope.spawn(f"demo workers {build.node}", _again(workers.run, services))
-        await _set_up(services, speed, seed)
+        await _set_up(client, speed, seed)
         for number, habit in enumerate(HABITS):
-            scope.spawn(f"demo {habit.user} {number}", live(habit, site, services, str(seed)))
+            scope.spawn(f"demo {habit.user} {number}", live(habit, site, client, str(seed)))
         for name in ENDPOINTS:
-            scope.spawn(f"demo {name}", _serve(name, site, traffic, services, seed))
+            scope.spawn(f"demo {name}", _serve(name, site, traffic, client, seed))
         scope.spawn("demo outsider", _intrude(site, seed))
-        scope.spawn("demo incidents", _misfortunes(site, services))
+        scope.spawn("demo incidents", _misfortunes(site, client))
         yield
 
 
@@ -157,12 +150,11 @@ async def _again(connect: Callable[[grpc.aio.Channel], Awaitable[None]], channel
         await asyncio.sleep(AGAIN)
 
 
-async def _set_up(services: grpc.aio.Channel, speed: float, seed: int) -> None:
+async def _set_up(client: AsyncClient, speed: float, seed: int) -> None:
     """Create quotas, a use policy and endpoints; those of an earlier demo in the same directory stay."""
-    quotas, policies = allocator_api.QuotaServiceStub(services), allocator_api.PolicyServiceStub(services)
     for tenant, gpus in {"vision": 12, "speech": 8, "lm": 20, "product": 14}.items():
         quota = allocator_api.Quota(name=f"quotas/{tenant}", gpu_milli_limit=1000 * gpus, weight=1.0)
-        await _attempt(quotas.SetQuota(allocator_api.SetQuotaRequest(quota=quota)))
+        await _attempt(client.quotas.SetQuota(allocator_api.SetQuotaRequest(quota=quota)))
     idle = max(60.0, 3600 / speed)
     policy = {
         "name": "policies/idle",
@@ -177,8 +169,9 @@ async def _set_up(services: grpc.aio.Channel, speed: float, seed: int) -> None:
         },
     }
     request = {"usePolicy": policy, "requestId": _uuid(seed, "policy")}
-    await _attempt(policies.CreateUsePolicy(ParseDict(request, allocator_api.CreateUsePolicyRequest())))
-    endpoints = autoscaler_api.EndpointServiceStub(services)
+    await _attempt(
+        client.policies.CreateUsePolicy(ParseDict(request, allocator_api.CreateUsePolicyRequest()))
+    )
     for name, (capacity, most) in ENDPOINTS.items():
         endpoint = {
             "name": f"endpoints/{name}",
@@ -193,7 +186,9 @@ async def _set_up(services: grpc.aio.Channel, speed: float, seed: int) -> None:
             },
         }
         request = {"endpoint": endpoint, "requestId": _uuid(seed, name)}
-        await _attempt(endpoints.CreateEndpoint(ParseDict(request, autoscaler_api.CreateEndpointRequest())))
+        await _attempt(
+            client.endpoints.CreateEndpoint(ParseDict(request, autoscaler_api.CreateEndpointRequest()))
+        )
 
 
 def _uuid(seed: int, what: str) -> str:
@@ -203,16 +198,15 @@ def _uuid(seed: int, what: str) -> str:
 async def _attempt(call: Awaitable[object]) -> None:
     """Make a call; ignore what already exists or is gone, and log other errors."""
     try:
-        with suppress(AlreadyExistsError, NotFoundError), rpc_errors():
+        with suppress(AlreadyExistsError, NotFoundError):
             await call
     except GpuscaleError as error:
         _log.warning("a call of the demo failed", problem=error.message)
 
 
-async def _serve(name: str, site: DemoSite, traffic: Traffic, services: grpc.aio.Channel, seed: int) -> None:
+async def _serve(name: str, site: DemoSite, traffic: Traffic, client: AsyncClient, seed: int) -> None:
     """Report each second how many requests there are: by the hour of the day, with bursts."""
     random = Random(f"{seed}/{name}")
-    stub = autoscaler_api.MetricServiceStub(services)
     capacity, most = ENDPOINTS[name]
     burst_until = 0.0
     while True:
@@ -225,7 +219,7 @@ async def _serve(name: str, site: DemoSite, traffic: Traffic, services: grpc.aio
         traffic.requests[name] = max(0.0, random.gauss(mean, mean * 0.06))
         value = autoscaler_api.MetricValue(metric="in_flight", value=round(traffic.requests[name]))
         request = autoscaler_api.ReportMetricsRequest(name=f"endpoints/{name}", values=[value])
-        await _attempt(stub.ReportMetrics(request))
+        await _attempt(client.metrics.ReportMetrics(request))
         await asyncio.sleep(REPORT_SECONDS)
 
 
@@ -240,9 +234,8 @@ async def _intrude(site: DemoSite, seed: int) -> None:
         site.end(program)
 
 
-async def _misfortunes(site: DemoSite, services: grpc.aio.Channel) -> None:
+async def _misfortunes(site: DemoSite, client: AsyncClient) -> None:
     """Each day: a host hangs, a GPU fails, a host is drained for maintenance."""
-    nodes = allocator_api.NodeServiceStub(services)
     for day in count():
         await site.sleep(max(0.0, day * 24 + 9.3 - site.hours()))
         ceres = site.hosts["ceres"]
@@ -255,6 +248,6 @@ async def _misfortunes(site: DemoSite, services: grpc.aio.Channel) -> None:
         drain = allocator_api.DrainNodeRequest(
             name="nodes/dione", reason="a new power supply", grace=to_duration(60.0)
         )
-        await _attempt(nodes.DrainNode(drain))
+        await _attempt(client.nodes.DrainNode(drain))
         await site.sleep(1.0)
-        await _attempt(nodes.UncordonNode(allocator_api.UncordonNodeRequest(name="nodes/dione")))
+        await _attempt(client.nodes.UncordonNode(allocator_api.UncordonNodeRequest(name="nodes/dione")))
