@@ -216,7 +216,7 @@ async def test_there_are_no_more_than_the_settings_say(tmp_path: Path, database:
 async def archived(path: Path, count: int, limits: Totals) -> AsyncGenerator[tuple[Archive, AllocatorStore]]:
     """An archive whose ledger has so many that ended."""
     numbers = count_from(1)
-    ledger, clock = Ledger(new_id=lambda: f"r{next(numbers)}"), ManualClock()
+    ledger, clock = Ledger(new_id=lambda _: f"r{next(numbers)}"), ManualClock()
     async with open_store(path, BOOT) as store:
         await store.load()
         for _ in range(count):

@@ -65,7 +65,7 @@ class BookingMachine(RuleBasedStateMachine):
         self.placed: dict[str, float] = {}
         self.open()
 
-    def name(self) -> str:
+    def name(self, _: float = 0.0) -> str:
         self.names += 1
         return f"x{self.names:04}"
 

@@ -15,7 +15,7 @@ from gpuscale.allocator.usecases.notifying import Notifying
 from tests.support.allocator_values import NOW, WALL, gpu, node, order, plain_node, reserved
 
 JOB = ReservedJob("train", "python train.py")
-_LEDGER = Ledger(new_id=lambda: "r1")
+_LEDGER = Ledger(new_id=lambda _: "r1")
 HELD = _LEDGER.confirm(
     _LEDGER.grant(replace(order(), holder="ann", job=JOB), [reserved("GPU-1")], now=NOW, wall=WALL)
 )

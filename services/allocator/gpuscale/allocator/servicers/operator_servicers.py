@@ -493,7 +493,7 @@ def to_booking(request: api.CreateBookingRequest, caller: Principal, defaults: A
     request.request_id = request_id
     start = wire.to_datetime(asked.start_time).timestamp()
     return Booking(
-        id=request.booking_id or f"b{random_id()[1:]}",
+        id=request.booking_id or f"b{random_id(start)[1:]}",
         request_id=request_id.lower(),
         fingerprint=fingerprint,
         owner=caller.name,
