@@ -244,7 +244,7 @@ async def test_targets_of_a_lab_are_trusted_by_its_own_authority(tmp_path: Path)
         await admin.target(hook.address)
         await client.reserve(1)
         await admin.drain()
-        await eventually(lambda: _told(hook, "ending", 1))
+        assert await eventually(lambda: hook.texts("ending"))
 
 
 async def _followed(admin: Admin, name: str) -> list[api.PolicyStanding]:
