@@ -26,7 +26,7 @@ from gpuscale.common.errors import (
     NotFoundError,
     PermissionDeniedError,
 )
-from gpuscale.common.filters import listed
+from gpuscale.common.filters import AT_ONCE, listed
 from gpuscale.common.names import ENDPOINT, REPLICA, RULE, parse, rule_name
 from gpuscale.common.rpc import validation
 from gpuscale.common.rpc.status import PROBLEM_KEY
@@ -40,14 +40,7 @@ from gpuscale.common.security.auth import (
     require_priority,
 )
 from gpuscale.common.store.store import Store
-from gpuscale.common.wire import (
-    absence_allowed,
-    fingerprint,
-    merge,
-    optional_timestamp,
-    page_limit,
-    to_duration,
-)
+from gpuscale.common.wire import absence_allowed, fingerprint, merge, optional_timestamp, to_duration
 
 DEFAULT_BYTES: Final = 65_536
 """Default number of bytes of a part."""
@@ -246,7 +239,7 @@ class RuleServicer(api.RuleServiceServicer):
 
     async def ListRules(self, request: api.ListRulesRequest, context: Context) -> api.ListRulesResponse:
         parent = parse(ENDPOINT, request.parent, "parent")["endpoint"] if request.parent else ""
-        now, most = self._clock.now(), page_limit(request.page_size) + 1
+        now = self._clock.now()
 
         def is_wanted(rule: Rule) -> bool:
             if request.HasField("disabled") and request.disabled != rule.disabled:
@@ -259,7 +252,7 @@ class RuleServicer(api.RuleServiceServicer):
             def endpoints(last: str) -> Iterator[Endpoint]:
                 if found := store.endpoint(connection, last):
                     yield found
-                while not parent and (some := store.endpoints(connection, last, most)):
+                while not parent and (some := store.endpoints(connection, last, AT_ONCE)):
                     yield from some
                     last = some[-1].id
 
