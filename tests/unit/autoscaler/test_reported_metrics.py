@@ -1,5 +1,8 @@
 """Reported metrics: the newest value of each, gone with its replica, and never more than are kept."""
 
+from itertools import islice
+from typing import Any
+
 import pytest
 
 from gpuscale.autoscaler.signals import sources as reported
@@ -71,6 +74,32 @@ def test_what_a_replica_reported_goes_with_it() -> None:
     assert [subject for subject, _, _ in metrics.list("e")] == [("e", ""), ("e", "r2")]
     metrics.forget("e")
     assert list(metrics.list()) == []
+
+
+class Counted(dict[str, dict[str, Value]]):
+    """Counts what is looked up."""
+
+    looked_at = 0
+
+    def get(self, *key: Any) -> Any:
+        Counted.looked_at += 1
+        return super().get(*key)
+
+
+@pytest.mark.parametrize("count", [100, 3000])
+def test_a_page_looks_at_what_is_on_it_however_many_there_are(count: int) -> None:
+    metrics = ReportedMetrics()
+    for number in range(count):
+        for metric in ("a", "b"):
+            told(metrics, f"r{number:05}", 1.0, metric=metric)
+    every = [(*subject, metric) for subject, metric, _ in metrics.list()]
+    assert every == sorted(every)
+    metrics._values["e"] = Counted(metrics._values["e"])
+    for place in (0, count, 2 * count - 11):
+        Counted.looked_at = 0
+        page = islice(metrics.list(after=every[place]), 10)
+        assert [(*subject, metric) for subject, metric, _ in page] == every[place + 1 : place + 11]
+        assert Counted.looked_at <= 6
 
 
 def test_one_subject_has_so_many_metrics_at_most_and_a_refused_report_changes_nothing() -> None:

@@ -14,7 +14,7 @@ from gpuscale.autoscaler.state import store
 from gpuscale.autoscaler.wire.specs import from_wire
 from gpuscale.common import names, wire
 from gpuscale.common.errors import InvalidArgumentError, NotFoundError, PermissionDeniedError
-from gpuscale.common.filters import listed
+from gpuscale.common.filters import listed, listed_in_turns
 from gpuscale.common.names import ENDPOINT, REPLICA, endpoint_name, match, replica_name
 from gpuscale.common.rpc.validation import merged
 from gpuscale.common.runtime.tasks import Clock
@@ -204,8 +204,8 @@ class MetricServicer(api.MetricServiceServicer):
     async def ListMetrics(self, request: api.ListMetricsRequest, context: Context) -> api.ListMetricsResponse:
         subject = _subject(request.parent, "parent") if request.parent else ("", "")
         now = self._clock.now()
-        metrics, token = listed(
-            list(self._metrics.list(*subject)),
+        metrics, token = await listed_in_turns(
+            lambda last: self._metrics.list(*subject, after=last.split(" ", 2)),
             request,
             api.ReportedMetric,
             key=lambda one: " ".join((*one[0], one[1])),

@@ -169,13 +169,21 @@ class ReportedMetrics:
         found = {replica: values[metric] for replica, values in known if replica and metric in values}
         return {replica: one.value for replica, one in found.items() if now - one.at <= oldest}
 
-    def list(self, endpoint: str = "", replica: str = "") -> Iterator[tuple[Subject, str, Value]]:
-        """All known values, by endpoint, replica and metric; of one endpoint or replica if given."""
+    def list(
+        self, endpoint: str = "", replica: str = "", after: Sequence[str] = ()
+    ) -> Iterator[tuple[Subject, str, Value]]:
+        """All known values, by endpoint, replica and metric; of one endpoint or replica, and `after` those three, if given.
+
+        They may come, go and change between two of them.
+        """
+        last = (*after,)
         for owner in sorted(self._values.keys() & {endpoint} if endpoint else self._values):
-            subjects = self._values[owner]
+            subjects = self._values.get(owner, {}) if (owner,) >= last[:1] else {}
             for one in sorted(subjects.keys() & {replica} if replica else subjects):
-                for metric, value in sorted(subjects[one].items()):
-                    yield (owner, one), metric, value
+                values = subjects.get(one, {}) if (owner, one) >= last[:2] else {}
+                for metric, value in sorted(values.items()):
+                    if (owner, one, metric) > last:
+                        yield (owner, one), metric, value
 
     def _subjects(self) -> int:
         return sum(len(one) for one in self._values.values())
