@@ -282,6 +282,9 @@ class LedgerMachine(RuleBasedStateMachine):
             if due.live:
                 self.ledger.settle(self.ledger.close(due, State.EXPIRED, now=self.now, wall=WALL))
         assert not self.ledger.use
+        for one in self.ledger.first_ended(1000):
+            self.ledger.forget(one)
+        assert self.ledger._by_fence == {"": ([], [])}
 
     def _follow(self, ledger: Ledger) -> None:
         self.ledger, placer, bookings = ledger, Placer(ledger.use), Bookings(1)

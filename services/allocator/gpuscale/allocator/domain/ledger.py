@@ -27,6 +27,7 @@ from types import MappingProxyType
 
 from gpuscale.allocator.domain.jobs import JobMember
 from gpuscale.allocator.domain.model import (
+    LIVE,
     MOVABLE_LABEL,
     Order,
     Reservation,
@@ -104,8 +105,8 @@ class Ledger:
         """The reservations that hold GPUs, by id, including those not on disk yet."""
         self._by_request: dict[str, str] = {}
         self._ended: dict[str, None] = {}
-        self._by_fence: dict[tuple[bool, str], list[tuple[int, str]]] = {}
-        """By whether they live, and by holder, or "" for all."""
+        self._by_fence: dict[str, tuple[list[tuple[int, str]], ...]] = {"": ([], [])}
+        """The ended, and the live: of each holder, and of all ("")."""
         self.use = Use()
         """What live reservations hold of GPUs and nodes; always current."""
         self._closing: dict[str, str] = {}  # why each ends
@@ -132,13 +133,13 @@ class Ledger:
         """
         kept = self._reservations if ended else self._live
         while True:
-            live = self._by_fence.get((True, holder), [])
+            over, live = self._by_fence.get(holder, ([], []))
             if gpu or node:
                 names = self.use.holders(gpu) if gpu else self.use.node(node).reservations
                 there = (one for one in map(self._live.get, names) if one and holder in {"", one.holder})
                 live = sorted((one.fence, one.id) for one in there)
-            orders = live, self._by_fence.get((False, holder), [])
-            starts = ((order, bisect_left(order, (after + 1, ""))) for order in orders[: 1 + ended])
+            orders = (live, over) if ended else (live,)
+            starts = ((order, bisect_left(order, (after + 1, ""))) for order in orders)
             places = sorted(place for order, at in starts for place in order[at : at + AT_ONCE])[:AT_ONCE]
             if not places:
                 return
@@ -150,7 +151,7 @@ class Ledger:
 
     def live_since(self, fence: int) -> list[Reservation]:
         """The live reservations with higher fences, oldest first, including those not on disk yet."""
-        order = self._by_fence.get((True, ""), [])
+        _, order = self._by_fence[""]
         return [self._live[key] for _, key in order[bisect_left(order, (fence + 1, "")) :]]
 
     def knows(self, reservation_id: str = "", request_id: str = "") -> bool:
@@ -394,7 +395,13 @@ class Ledger:
         if dropped is None:
             return
         del self._by_request[dropped.request_id]
-        self._displace(dropped)
+        place, live = (dropped.fence, dropped.id), dropped.live
+        for holder in {"", dropped.holder}:
+            orders = self._by_fence[holder]
+            at = bisect_left(orders[live], place)
+            del orders[live][orders[live].index(place, at, at + 1)]  # never another's: ValueError
+            if holder and not any(orders):
+                del self._by_fence[holder]
         self._live.pop(one.id, None)
         self._ended.pop(one.id, None)
         self._granted_at.pop(one.id, None)
@@ -446,22 +453,15 @@ class Ledger:
         else:
             self._ended[reservation.id] = None
         if before is None or before.fence != reservation.fence or not live:
-            if before is not None:
-                self._displace(before)
-            place = reservation.fence, reservation.id
             for holder in {"", reservation.holder}:
-                insort(self._by_fence.setdefault((live, holder), []), place)
+                orders = self._by_fence.setdefault(holder, ([], []))
+                if before is not None:
+                    order, place = orders[before.state in LIVE], (before.fence, before.id)
+                    at = bisect_left(order, place)
+                    del order[order.index(place, at, at + 1)]  # never another's: ValueError
+                insort(orders[live], (reservation.fence, reservation.id))
         self._deadlines.add(reservation.id, due_at(reservation))
         return reservation
-
-    def _displace(self, one: Reservation) -> None:
-        place = one.fence, one.id
-        for holder in {"", one.holder}:
-            order = self._by_fence[one.live, holder]
-            at = bisect_left(order, place)
-            del order[order.index(place, at, at + 1)]  # never another's: ValueError
-            if not order:
-                del self._by_fence[one.live, holder]
 
 
 def due_at(reservation: Reservation) -> float:
