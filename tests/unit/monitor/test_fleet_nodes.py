@@ -1,6 +1,7 @@
 """The index of nodes: who reports, what is believed, what watchers are told."""
 
 from contextlib import ExitStack
+from itertools import islice
 
 import pytest
 
@@ -10,7 +11,7 @@ from gpuscale.common.errors import ResourceExhaustedError
 from gpuscale.common.wire import seconds, to_datetime
 from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.monitor.fleet.nodes import Nodes
-from gpuscale.monitor.fleet.record import AgentStream, to_node
+from gpuscale.monitor.fleet.record import AgentStream, NodeRecord, to_node
 from gpuscale.monitor.model.nodes import Epoch, NodeSample, NodeState, refuse_epoch, refuse_sample
 from tests.support.clock import WALL_START, ManualClock
 from tests.support.monitor import told_of
@@ -175,6 +176,24 @@ def test_the_number_of_nodes_is_limited() -> None:
         fleet.connect("gamma")
     fleet.connect("alpha")
     assert [record.node for record in fleet.nodes.all()] == ["alpha", "beta"]
+
+
+@pytest.mark.parametrize("count", [20, 300])
+def test_the_next_nodes_by_id_are_found_without_a_look_at_others(count: int) -> None:
+    fleet, looked_at = Fleet(max_nodes=count), list[str]()
+    for number in sorted(range(count), key=lambda number: number % 7):
+        fleet.close(fleet.connect(f"n{number:03}"))
+
+    class Counted(dict[str, NodeRecord]):
+        def get(self, node: str, *_: object) -> NodeRecord | None:
+            looked_at.append(node)
+            return super().get(node)
+
+    fleet.nodes._records = Counted(fleet.nodes._records)
+    fleet.nodes.forget("n011")
+    looked_at.clear()
+    assert [record.node for record in islice(fleet.nodes.all("n009"), 3)] == ["n010", "n012", "n013"]
+    assert looked_at == ["n010", "n012", "n013"]
 
 
 async def test_watchers_learn_of_every_change_and_of_time_alone(fleet: Fleet) -> None:

@@ -58,7 +58,7 @@ class FleetPage:
 
     async def add(self, page: MetricsPage) -> None:
         """Add the current series, node by node, so that other tasks can run."""
-        records = self.nodes.all()
+        records = [*self.nodes.all()]
         gpus = sum(len(record.picture.uuids) for record in records if record.picture is not None)
         shown = gpus <= self.most_gpus
         now = self.clock.now()

@@ -6,6 +6,7 @@ epoch only a higher seq is accepted. So no order of arrival moves a node back in
 `Directory` finds GPUs and nodes by resource name or UUID.
 """
 
+from bisect import bisect, bisect_left, insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from gpuscale.api.monitor import v1 as api
@@ -45,6 +46,7 @@ class Nodes:
         self._clock = clock
         self._max_nodes = max_nodes
         self._records: dict[str, NodeRecord] = {}
+        self._ids: list[str] = []  # in order
         self._owners = Owners()
         self._online = Online()
         self.feed: ResourceFeed[NodeRecord] = ResourceFeed(
@@ -83,9 +85,9 @@ class Nodes:
             record.quarantines = found
             self._changed(record, self._clock.now())
 
-    def all(self) -> list[NodeRecord]:
-        """All nodes, sorted by id."""
-        return [self._records[node] for node in sorted(self._records)]
+    def all(self, after: str = "") -> Iterator[NodeRecord]:
+        """All nodes by id, or those with higher ids; they may come and go between two of them."""
+        return filter(None, map(self._records.get, self._ids[bisect(self._ids, after) :]))
 
     def forget(self, node: str) -> None:
         """Forget a node until an agent reports for it again. FailedPreconditionError while one streams."""
@@ -99,7 +101,7 @@ class Nodes:
                 f"the agent of {node_name(node)} is streaming: stop it first", reason="NODE_STREAMS"
             )
         self._owners.forget(record)
-        del self._records[node]
+        del self._records[node], self._ids[bisect_left(self._ids, node)]
         self.feed.remove(node_name(node))
         _log.info("a node is forgotten", node=node)
 
@@ -119,6 +121,7 @@ class Nodes:
             self.awaited.discard(hello.node)
             record = NodeRecord(hello.node, self._clock.wall(), epoch, agent_version="")
             self._records[hello.node] = record
+            insort(self._ids, hello.node)
         reason = refuse_epoch(record.epoch, epoch, gone=record.is_gone(now))
         if reason:
             raise errors.AbortedError(reason, reason="NEWER_EPOCH", metadata={"name": node_name(hello.node)})

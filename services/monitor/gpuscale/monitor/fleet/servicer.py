@@ -125,14 +125,15 @@ class FleetServicer(api.FleetServiceServicer, monitor_internal.TelemetryServiceS
     async def ListNodes(self, request: api.ListNodesRequest, context: Context) -> api.ListNodesResponse:
         if text := Store.trouble("fleet", why=is_admin()):
             context.set_trailing_metadata((*context.trailing_metadata(), (PROBLEM_KEY, text)))
-        nodes, boot_id = self._nodes.all(), request.boot_id
-        if boot_id:
-            nodes = [
-                record for record in nodes if record.picture is not None and record.picture.boot_id == boot_id
-            ]
-        now = self._clock.now()
+        now, boot_id = self._clock.now(), request.boot_id
+
+        def beyond(last: str) -> Iterator[NodeRecord]:
+            for record in self._nodes.all(last):
+                if not boot_id or (record.picture is not None and record.picture.boot_id == boot_id):
+                    yield record
+
         found, token = await listed_in_turns(
-            nodes,
+            beyond,
             request,
             api.Node,
             key=lambda record: record.node,
@@ -147,7 +148,7 @@ class FleetServicer(api.FleetServiceServicer, monitor_internal.TelemetryServiceS
     async def ListProcesses(
         self, request: api.ListProcessesRequest, context: Context
     ) -> api.ListProcessesResponse:
-        records, now = self._nodes.all(), self._clock.now()
+        records, now = [*self._nodes.all()], self._clock.now()
         if request.parent:
             records = [self._nodes.get(parse(NODE, request.parent)["node"])]
 
