@@ -17,10 +17,9 @@ import pytest
 
 from gpuscale.api.allocator import v1 as api
 from gpuscale.common import errors
-from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.status import rpc_errors
-from tests.support.allocator import Client, Reservation, allocator, calling
-from tests.support.fake_fleet import FakeFleet, GpuState, NodeState, gpu_message, node_message, serving
+from tests.support.allocator import Client, Reservation, running
+from tests.support.fake_fleet import FakeFleet, GpuState, NodeState, gpu_message, node_message
 
 USED = str(UUID(int=1, version=4))
 """The request id of the one reservation that there is."""
@@ -139,11 +138,10 @@ ROWS = (
 
 
 class Site(NamedTuple):
-    """An allocator with one reservation; and who cordons."""
+    """An allocator with one reservation."""
 
     client: Client
     held: Reservation
-    address: str
 
 
 @pytest.fixture
@@ -154,21 +152,14 @@ async def place(tmp_path: Path) -> AsyncIterator[Site]:
         node_message("shut", count=1),
         node_message("hung", gpu_message("hung-0", state=GpuState.GPU_STATE_HUNG)),
     )
-    async with (
-        serving(fleet) as fleet_address,
-        allocator(tmp_path, fleet_address) as address,
-        calling(address) as client,
-    ):
-        await client.ready()
-        await drained(address, "nodes/shut")
+    async with running(tmp_path, fleet) as client:
+        await drained(client, "nodes/shut")
         held = await client.reserve(request_id=USED, ttl=3600, nodes=["nodes/n0"])
-        yield Site(client, held, address)
+        yield Site(client, held)
 
 
-async def drained(address: str, name: str) -> api.DrainNodeResponse:
-    async with open_channel(address) as channel:
-        with rpc_errors():
-            return await api.NodeServiceStub(channel).DrainNode(api.DrainNodeRequest(name=name), timeout=60)
+async def drained(client: Client, name: str) -> api.DrainNodeResponse:
+    return await api.NodeServiceStub(client.channel).DrainNode(api.DrainNodeRequest(name=name), timeout=60)
 
 
 async def test_every_row_is_answered_as_listed_and_changes_nothing(place: Site) -> None:
@@ -197,8 +188,8 @@ async def test_every_row_is_answered_as_listed_and_changes_nothing(place: Site) 
 async def test_rows_that_are_no_error(place: Site) -> None:
     """A large page is cut (AIP-158), a second Release is harmless, and so is a second Drain."""
     assert len((await place.client.page(page_size=10**9)).reservations) == 1
-    first = await drained(place.address, "nodes/shut")
-    again = await drained(place.address, "nodes/shut")
+    first = await drained(place.client, "nodes/shut")
+    again = await drained(place.client, "nodes/shut")
     assert again.cordon.create_time == first.cordon.create_time
     for _ in range(2):
         assert (await place.client.release(place.held)).state == Reservation.STATE_RELEASED

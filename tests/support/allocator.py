@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+import grpc
+
 from gpuscale.allocator.app import open_allocator
 from gpuscale.allocator.settings import AllocatorSettings
 from gpuscale.api.allocator import v1 as allocator_api
@@ -55,6 +57,7 @@ class Client:
 
     stub: "AllocatorServiceAsyncStub"
     timeout: float = 10.0
+    channel: grpc.aio.Channel | None = None
 
     async def reserve(self, count: int = 1, **fields: Any) -> Reservation:
         """Make a `reserve_request`."""
@@ -135,7 +138,7 @@ class Client:
 @asynccontextmanager
 async def calling(address: str, *, timeout: float = 10.0) -> AsyncGenerator[Client]:
     async with open_channel(address) as channel:
-        yield Client(allocator_api.AllocatorServiceStub(channel), timeout)
+        yield Client(allocator_api.AllocatorServiceStub(channel), timeout, channel)
 
 
 @asynccontextmanager

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from gpuscale.common.secrets import SecretUrl
 from tests.support import nvml_double as nvml
 from tests.support import podman as containers
 from tests.support import postgresql as databases
@@ -46,6 +47,12 @@ def postgresql() -> Iterator[databases.PostgresServer]:
     need(databases.why_unavailable(), "GPUSCALE_REQUIRE_POSTGRESQL")
     with databases.PostgresServer() as server:
         yield server
+
+
+@pytest.fixture
+def url(postgresql: databases.PostgresServer) -> SecretUrl:
+    """A database of a test's own."""
+    return postgresql.database()
 
 
 @pytest.fixture

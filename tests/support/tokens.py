@@ -3,6 +3,8 @@
 import hashlib
 from pathlib import Path
 
+from gpuscale.common.security.auth import Authenticator
+
 
 def token(name: str) -> str:
     return f"{name}-token"
@@ -11,6 +13,11 @@ def token(name: str) -> str:
 def bearer(name: str) -> tuple[tuple[str, str], ...]:
     """Metadata of a call with the token of `name`."""
     return (("authorization", f"Bearer {token(name)}"),)
+
+
+def authenticator(folder: Path, **roles: str) -> Authenticator:
+    """One that knows these names by their tokens."""
+    return Authenticator(tokens_file=write_tokens(folder / "tokens.toml", **roles))
 
 
 def write_tokens(path: Path, **roles: str) -> Path:

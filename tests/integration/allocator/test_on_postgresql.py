@@ -43,11 +43,6 @@ LARGE = 1 << 40
 """More than an integer of PostgreSQL holds."""
 
 
-@pytest.fixture
-def url(postgresql: PostgresServer) -> SecretUrl:
-    return postgresql.database()
-
-
 @asynccontextmanager
 async def opened(url: SecretUrl) -> AsyncGenerator[AllocatorStore]:
     """The state, in a term of its own."""

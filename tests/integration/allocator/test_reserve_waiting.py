@@ -9,11 +9,10 @@ import pytest
 
 from gpuscale.api.allocator import v1 as api
 from gpuscale.common.errors import NotFoundError, ResourceExhaustedError
-from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.wire import enum_word, seconds, to_duration
-from tests.support.allocator import Client, allocator, calling, reserve_request, running
-from tests.support.fake_fleet import FakeFleet, gpu_message, node_message, serving
+from tests.support.allocator import Client, reserve_request, running
+from tests.support.fake_fleet import FakeFleet, gpu_message, node_message
 from tests.support.waiting import eventually
 
 
@@ -22,14 +21,8 @@ async def site(
     tmp_path: Path, fleet: FakeFleet, **settings: object
 ) -> AsyncGenerator[tuple[Client, api.QuotaServiceStub]]:
     """An allocator, a client of it and of its quotas."""
-    async with (
-        serving(fleet) as fleet_address,
-        allocator(tmp_path, fleet_address, **settings) as address,
-        calling(address) as client,
-        open_channel(address) as channel,
-    ):
-        await client.ready()
-        yield client, api.QuotaServiceStub(channel)
+    async with running(tmp_path, fleet, **settings) as client:
+        yield client, api.QuotaServiceStub(client.channel)
 
 
 async def until_waiting(quotas: api.QuotaServiceStub, count: int) -> None:

@@ -16,12 +16,11 @@ from gpuscale.allocator.state.policies import PolicyStore
 from gpuscale.allocator.usecases import notifying, policing
 from gpuscale.api.allocator import v1 as api
 from gpuscale.common.errors import GpuscaleError
-from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.status import rpc_errors
 from tests.support import policies
-from tests.support.allocator import Client, Reservation, allocator, calling
+from tests.support.allocator import Client, Reservation, running
 from tests.support.clock import ManualClock
-from tests.support.fake_fleet import FakeFleet, gpu_message, node_message, serving
+from tests.support.fake_fleet import FakeFleet, gpu_message, node_message
 from tests.support.policies import NOTE, NOTIFY, REVOKE, Admin, idle_policy
 from tests.support.ports import free_port
 from tests.support.waiting import calls_of, eventually
@@ -51,16 +50,9 @@ async def lab(
     ca_file: Path | None = None,
 ) -> AsyncGenerator[tuple[Client, Admin]]:
     """A running allocator that may notify on loopback."""
-    async with (
-        serving(fleet) as fleet_address,
-        allocator(
-            data_dir, fleet_address, clock=clock, notify_networks=allowed, notify_ca_file=ca_file
-        ) as address,
-        calling(address) as client,
-        open_channel(address) as channel,
-    ):
-        await client.ready()
-        yield client, Admin(channel, clock)
+    settings = {"notify_networks": allowed, "notify_ca_file": ca_file}
+    async with running(data_dir, fleet, clock=clock, **settings) as client:
+        yield client, Admin(client.channel, clock)
 
 
 async def test_a_restart_begins_no_time_anew_and_repeats_nothing(tmp_path: Path) -> None:

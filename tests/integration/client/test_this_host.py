@@ -29,7 +29,7 @@ from gpuscale.testing import FakeServer
 from tests.contract.cli.canned_gateway import canned_gateway
 from tests.support.cli import run_cli
 from tests.support.ports import free_port
-from tests.support.tokens import write_tokens
+from tests.support.tokens import authenticator
 
 OTHER = ["nodes/node-1"]
 
@@ -288,15 +288,9 @@ async def test_the_agent_on_the_socket_of_this_host_admits_or_refuses(
 
 async def test_a_service_that_asks_for_tokens_admits_by_the_lease_token(tmp_path: Path) -> None:
     """`up --tokens-file` has no socket for work, and the supervisor of a command none of its user's credentials."""
-    served = Server(
-        ServerOptions(), Authenticator(tokens_file=write_tokens(tmp_path / "tokens.toml", ann="operator"))
-    )
-    served.add(
-        Registration(
-            "gpuscale.api.monitor.v1.WorkService",
-            partial(monitor_api.add_WorkServiceServicer_to_server, AgentHere()),
-        )
-    )
+    served = Server(ServerOptions(), authenticator(tmp_path, ann="operator"))
+    add = partial(monitor_api.add_WorkServiceServicer_to_server, AgentHere())
+    served.add(Registration("gpuscale.api.monitor.v1.WorkService", add))
     address = served.bind()
     work = monitor_api.AdmitWorkRequest(
         gpu_uuids=["GPU-a"], fence=7, reservation="reservations/r", lease_token="A" * 43

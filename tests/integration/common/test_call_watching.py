@@ -15,9 +15,8 @@ from gpuscale.common import errors
 from gpuscale.common.rpc.audit import AuditOptions
 from gpuscale.common.rpc.server import Registration, Server, ServerOptions
 from gpuscale.common.rpc.status import rpc_errors
-from gpuscale.common.security.auth import Authenticator
 from tests.support.throwaway import Allocator, serve
-from tests.support.tokens import bearer, write_tokens
+from tests.support.tokens import authenticator, bearer
 from tests.support.waiting import eventually
 
 GET = "/gpuscale.api.allocator.v1.AllocatorService/GetReservation"
@@ -25,15 +24,12 @@ RELEASE = "/gpuscale.api.allocator.v1.AllocatorService/ReleaseReservation"
 TELEMETRY = "/gpuscale.internal.monitor.v1.TelemetryService/StreamTelemetry"
 
 
-def tokens(folder: Path) -> Authenticator:
-    return Authenticator(
-        tokens_file=write_tokens(folder / "t.toml", alice="operator", bob="operator", eve="viewer")
-    )
+ROLES = {"alice": "operator", "bob": "operator", "eve": "viewer"}
 
 
 async def test_a_caller_that_calls_too_often_is_told_when_to_come_back(tmp_path: Path) -> None:
     options = ServerOptions(calls_per_second=0.5)
-    async with serve(options=options, authenticator=tokens(tmp_path)) as served:
+    async with serve(options=options, authenticator=authenticator(tmp_path, **ROLES)) as served:
         with rpc_errors():
             await served.get(metadata=bearer("alice"))
         with pytest.raises(errors.ResourceExhaustedError) as caught, rpc_errors():
@@ -49,7 +45,7 @@ async def test_changes_and_refusals_are_noted_and_reads_are_not(
 ) -> None:
     file = tmp_path / "audit.jsonl"
     options = ServerOptions(audit=AuditOptions(file, 1 << 20))
-    async with serve(options=options, authenticator=tokens(tmp_path)) as served:
+    async with serve(options=options, authenticator=authenticator(tmp_path, **ROLES)) as served:
         await served.get(metadata=bearer("eve"))
         await served.release(metadata=(*bearer("alice"), ("x-request-id", "r-1")))
         with pytest.raises(errors.PermissionDeniedError), rpc_errors():

@@ -25,14 +25,10 @@ from gpuscale.internal.monitor import v1 as monitor_internal
 from tests.support.certificates import Authority
 from tests.support.standby import Pair, two_servers
 from tests.support.throwaway import Allocator, Fleet, Served, registrations, serve
-from tests.support.tokens import token, write_tokens
+from tests.support.tokens import authenticator, token
 from tests.support.waiting import eventually
 
 ALICE = SecretStr(token("alice"))
-
-
-def authenticator(folder: Path) -> Authenticator:
-    return Authenticator(tokens_file=write_tokens(folder / "tokens.toml", alice="operator"))
 
 
 @pytest.mark.parametrize(
@@ -72,7 +68,7 @@ async def test_a_token_goes_along_with_every_kind_of_call(tmp_path: Path) -> Non
         async for _ in requests:
             yield monitor_internal.StreamTelemetryResponse(acked_seq=5)
 
-    rooms = {"authenticator": authenticator(tmp_path)}
+    rooms = {"authenticator": authenticator(tmp_path, alice="operator")}
     async with serve(Allocator(work), Fleet(nodes, telemetry), **rooms) as served:  # type: ignore[arg-type]
         async with open_channel(served.address, token=ALICE) as channel:
             mine = Served(served.server, served.address, channel)

@@ -25,7 +25,7 @@ from gpuscale.common.security.auth import Authenticator
 from gpuscale.dashboard.web import tracked_connections
 from tests.support.ports import free_port
 from tests.support.throwaway import Fleet, Served, serve
-from tests.support.tokens import token, write_tokens
+from tests.support.tokens import authenticator, token
 from tests.support.waiting import eventually
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
@@ -76,8 +76,7 @@ async def ended(opened: Opened) -> None:
 
 @asynccontextmanager
 async def guarded(folder: Path, fleet: Fleet | None = None) -> AsyncGenerator[Served]:
-    tokens = write_tokens(folder / "tokens.toml", alice="operator")
-    async with serve(fleet=fleet or Fleet(), authenticator=Authenticator(tokens_file=tokens)) as served:
+    async with serve(fleet=fleet or Fleet(), authenticator=authenticator(folder, alice="operator")) as served:
         yield served
 
 

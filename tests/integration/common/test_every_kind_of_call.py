@@ -24,7 +24,7 @@ from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.security.auth import Authenticator, Principal, Role, current_principal
 from gpuscale.internal.autoscaler import v1 as autoscaler_internal
 from gpuscale.internal.monitor import v1 as monitor_internal
-from tests.support.tokens import bearer, write_tokens
+from tests.support.tokens import authenticator, bearer
 
 Work = Callable[[Any], Awaitable[Any]]
 UUID = "01234567-89ab-cdef-0123-456789abcdef"
@@ -351,8 +351,7 @@ async def test_the_role_must_do(kind: Kind, tmp_path: Path) -> None:
         "right": "agent" if kind.name.startswith("stream") else "operator",
         "top": "admin",
     }
-    authenticator = Authenticator(tokens_file=write_tokens(tmp_path / "tokens.toml", **roles))
-    async with served(kind, work, authenticator) as channel:
+    async with served(kind, work, authenticator(tmp_path, **roles)) as channel:
         error = await kind.refused(channel, metadata=bearer("low"))
         assert (type(error), error.reason) == (errors.PermissionDeniedError, "ROLE_TOO_LOW")
         error = await kind.refused(channel)

@@ -13,21 +13,16 @@ from gpuscale.common import errors
 from gpuscale.common.config.settings import ProgramSettings
 from gpuscale.common.rpc.server import ServerOptions
 from gpuscale.common.rpc.status import rpc_errors
-from gpuscale.common.security.auth import Authenticator
 from tests.support.ports import free_port
 from tests.support.throwaway import ALLOCATOR, FLEET, serve
-from tests.support.tokens import bearer, write_tokens
+from tests.support.tokens import authenticator, bearer
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-def authenticator(folder: Path) -> Authenticator:
-    return Authenticator(tokens_file=write_tokens(folder / "tokens.toml", viewer="viewer", agent="agent"))
-
-
 async def test_health_needs_no_token(tmp_path: Path) -> None:
-    async with serve(authenticator=authenticator(tmp_path)) as served:
+    async with serve(authenticator=authenticator(tmp_path, viewer="viewer")) as served:
         stub: Any = health_pb2_grpc.HealthStub(served.channel)
         for service in ("", ALLOCATOR, FLEET):
             answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=30)
@@ -40,7 +35,7 @@ async def test_health_needs_no_token(tmp_path: Path) -> None:
 
 async def test_watchers_see_the_end_coming(tmp_path: Path) -> None:
     """Watch is a coroutine that writes by itself, the other style of stream handlers."""
-    async with serve(authenticator=authenticator(tmp_path)) as served:
+    async with serve(authenticator=authenticator(tmp_path, viewer="viewer")) as served:
         stub: Any = health_pb2_grpc.HealthStub(served.channel)
         watches = [stub.Watch(health_pb2.HealthCheckRequest(service=name)) for name in ("", FLEET, FLEET)]
         for watch in watches:
@@ -75,7 +70,7 @@ async def test_reflection_is_off_by_default() -> None:
 
 async def test_reflection_when_asked_for(tmp_path: Path) -> None:
     options = ServerOptions(reflection=True)
-    async with serve(options=options, authenticator=authenticator(tmp_path)) as served:
+    async with serve(options=options, authenticator=authenticator(tmp_path, viewer="viewer")) as served:
         for version in ("v1", "v1alpha"):
             found = await services(served.channel, version, bearer("viewer"))
             assert {ALLOCATOR, FLEET} < set(found)
@@ -87,7 +82,9 @@ async def test_reflection_when_asked_for(tmp_path: Path) -> None:
 async def test_a_probe_without_tls_is_answered_health_and_nothing_else(tmp_path: Path) -> None:
     where = f"127.0.0.1:{free_port()}"
     async with (
-        serve(options=ServerOptions(health_listen=where), authenticator=authenticator(tmp_path)) as served,
+        serve(
+            options=ServerOptions(health_listen=where), authenticator=authenticator(tmp_path, viewer="viewer")
+        ) as served,
         grpc.aio.insecure_channel(where) as channel,
     ):
         stub: Any = health_pb2_grpc.HealthStub(channel)

@@ -20,7 +20,7 @@ from gpuscale.common.security import auth
 from gpuscale.common.security.auth import Authenticator, find_method
 from gpuscale.internal.monitor import v1 as monitor_internal
 from tests.support.throwaway import Allocator, Fleet, read_to_the_end, serve
-from tests.support.tokens import bearer, write_tokens
+from tests.support.tokens import authenticator, bearer, write_tokens
 
 UUID = "01234567-89ab-cdef-0123-456789abcdef"
 PATH = "/gpuscale.api.allocator.v1.AllocatorService/GetReservation"
@@ -108,9 +108,8 @@ async def test_only_admins_are_told_what_the_database_says(tmp_path: Path) -> No
     async def work(request: Any, context: Any) -> Any:
         raise DatabaseUnavailableError("PostgreSQL at 10.0.0.5: gone", reason="STATE_UNAVAILABLE")
 
-    tokens = write_tokens(tmp_path / "tokens.toml", ann="admin", bob="operator")
-    told = {}
-    async with serve(Allocator(work), authenticator=Authenticator(tokens_file=tokens)) as served:
+    roles, told = {"ann": "admin", "bob": "operator"}, {}
+    async with serve(Allocator(work), authenticator=authenticator(tmp_path, **roles)) as served:
         for name in ("ann", "bob"):
             with pytest.raises(errors.UnavailableError) as caught, rpc_errors():
                 await served.allocator.GetReservation(

@@ -20,11 +20,6 @@ from tests.integration.common.shared_notes import SERVICE, leading
 from tests.support.postgresql import PASSWORD, USER, PostgresServer
 
 
-@pytest.fixture
-def url(postgresql: PostgresServer) -> SecretUrl:
-    return postgresql.database()
-
-
 def setting(name: str) -> Callable[[Connection], object]:
     return lambda connection: connection.execute(text(f"SHOW {name}")).scalar_one()
 

@@ -25,7 +25,7 @@ from gpuscale.common.store.leadership import Candidate
 from gpuscale.common.store.term import Term
 from tests.support.postgresql import PostgresServer
 from tests.support.throwaway import ALLOCATOR, FLEET, SERVICES, Allocator, Fleet, Served, registrations
-from tests.support.tokens import bearer, write_tokens
+from tests.support.tokens import authenticator, bearer
 from tests.support.waiting import eventually
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -166,8 +166,8 @@ async def test_a_standby_says_who_leads_and_why_it_does_not_know(
     ],
 )
 async def test_only_an_admin_reads_where_the_database_is(tmp_path: Path, role: str, why: str) -> None:
-    authenticator = Authenticator(tokens_file=write_tokens(tmp_path / "tokens.toml", one=role))
-    async with process(SecretUrl("postgresql://127.0.0.1:1/x"), Actor(), authenticator) as standby:
+    nowhere = SecretUrl("postgresql://127.0.0.1:1/x")
+    async with process(nowhere, Actor(), authenticator(tmp_path, one=role)) as standby:
         error = await eventually(lambda: with_cause(standby, *bearer("one")))
     assert error.message.endswith(f"; the leader is not known: {why}")
 

@@ -23,11 +23,6 @@ from tests.support.postgresql import PostgresServer
 LIMIT = 60.0
 
 
-@pytest.fixture
-def url(postgresql: PostgresServer) -> SecretUrl:
-    return postgresql.database()
-
-
 async def test_a_leader_whose_server_falls_silent_stands_down_when_its_lease_is_over(
     url: SecretUrl, postgresql: PostgresServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
