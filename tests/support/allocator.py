@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from uuid import uuid4
 
 import grpc
 
@@ -23,6 +22,7 @@ from gpuscale.common.security.auth import Authenticator
 from gpuscale.common.store.leadership import Candidate
 from gpuscale.common.store.term import Term
 from gpuscale.common.wire import to_duration
+from tests.support.allocator_values import reserve_request
 from tests.support.fake_fleet import FakeFleet, serving
 from tests.support.tokens import token, write_tokens
 from tests.support.waiting import eventually
@@ -34,23 +34,6 @@ MIB = 1024 * 1024
 Reservation = allocator_api.Reservation
 
 
-ASK_FIELDS = frozenset(allocator_api.Ask.DESCRIPTOR.fields_by_name)
-
-
-def reserve_request(
-    count: int = 1, *, ttl: float | None = None, memory: int | None = None, **fields: object
-) -> allocator_api.ReserveRequest:
-    """A request of an id of its own; `memory` is in MiB, further fields are those of the request or of its ask."""
-    of_ask = {name: fields.pop(name) for name in ASK_FIELDS & fields.keys()}
-    if memory is not None:
-        of_ask["min_memory_bytes"] = memory * MIB
-    return allocator_api.ReserveRequest(
-        ask=allocator_api.Ask(gpu_count=count, **of_ask),
-        ttl=None if ttl is None else to_duration(ttl),
-        **({"request_id": str(uuid4()), "holder": "test"} | fields),
-    )
-
-
 @dataclass
 class Client:
     """Calls an allocator in the words of a test; failures are errors of the tree."""
@@ -60,7 +43,6 @@ class Client:
     channel: grpc.aio.Channel | None = None
 
     async def reserve(self, count: int = 1, **fields: Any) -> Reservation:
-        """Make a `reserve_request`."""
         request = reserve_request(count, **fields)
         with rpc_errors():
             return (await self.stub.Reserve(request, timeout=self.timeout)).reservation
@@ -91,7 +73,6 @@ class Client:
             return (await self.stub.GetReservation(request, timeout=self.timeout)).reservation
 
     async def ended(self, one: Reservation) -> Reservation | None:
-        """The reservation once it has ended."""
         found = await self.get(one.name)
         return None if found.state == Reservation.STATE_ACTIVE else found
 

@@ -60,7 +60,6 @@ class AllocatorProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether it has not ended yet."""
         return self._process is None or self._process.poll() is None
 
     def go(self) -> None:
@@ -80,7 +79,6 @@ class AllocatorProcess:
             await self.ended()
 
     async def pause(self, seconds: float) -> None:
-        """Stop it in its tracks for a while."""
         self._process.send_signal(signal.SIGSTOP)
         await asyncio.sleep(seconds)
         self._process.send_signal(signal.SIGCONT)

@@ -6,6 +6,8 @@ from typing import Any
 from uuid import uuid4
 
 from gpuscale.allocator.domain.model import Ask, Gpu, Node, NodeState, Order, ReservedGpu, Score
+from gpuscale.api.allocator import v1 as api
+from gpuscale.common.wire import to_duration
 
 MIB = 1024 * 1024
 NOW = 1000.0
@@ -64,4 +66,21 @@ def reserved(
     held = None if memory is None else memory * MIB
     return ReservedGpu(
         node, uuid, index, "Test GPU", simulated=True, score=Score(1.0, ()), milli=milli, memory_bytes=held
+    )
+
+
+ASK_FIELDS = frozenset(api.Ask.DESCRIPTOR.fields_by_name)
+
+
+def reserve_request(
+    count: int = 1, *, ttl: float | None = None, memory: int | None = None, **fields: object
+) -> api.ReserveRequest:
+    """A request of an id of its own; `memory` is in MiB, further fields are those of the request or of its ask."""
+    of_ask = {name: fields.pop(name) for name in ASK_FIELDS & fields.keys()}
+    if memory is not None:
+        of_ask["min_memory_bytes"] = memory * MIB
+    return api.ReserveRequest(
+        ask=api.Ask(gpu_count=count, **of_ask),
+        ttl=None if ttl is None else to_duration(ttl),
+        **({"request_id": str(uuid4()), "holder": "test"} | fields),
     )

@@ -106,11 +106,9 @@ class Autoscaler:
         return (await self.get(name)).status.desired_replicas == count
 
     async def gone(self) -> bool:
-        """Whether there is no endpoint any more."""
         return not (await self.endpoints.ListEndpoints(api.ListEndpointsRequest(), timeout=TIMEOUT)).endpoints
 
     async def connected(self, count: int) -> bool:
-        """Whether so many adapters are connected."""
         found = await self.adapters.ListAdapters(api.ListAdaptersRequest(), timeout=TIMEOUT)
         return sum(one.state == api.Adapter.STATE_CONNECTED for one in found.adapters) == count
 

@@ -101,7 +101,6 @@ class FakeFleet(monitor_api.FleetServiceServicer):
             subscriber.put_nowait(monitor_api.WatchNodesResponse(removed=removed))
 
     def break_streams(self) -> None:
-        """End every stream with UNAVAILABLE."""
         for subscriber in self._subscribers:
             subscriber.put_nowait(None)
 

@@ -196,7 +196,6 @@ async def running_fleet(
     allocator: grpc.aio.Channel | None = None,
     **settings: Any,
 ) -> AsyncGenerator[RunningFleet, None]:
-    """A fleet on a port of its own."""
     async with AsyncExitStack() as stack:
         chosen = FleetSettings(data_dir=data_dir, **settings)
         fleet = open_fleet(chosen, clock=clock or SystemClock(), allocator=allocator)

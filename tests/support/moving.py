@@ -85,7 +85,6 @@ class Journey:
         )
 
     async def watch(self) -> None:
-        """Count, for ever."""
         while True:
             ready = sum(one.state == READY for one in await self.replicas())
             if ready or self.fewest < 1_000_000:

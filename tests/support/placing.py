@@ -54,7 +54,6 @@ def held_whole(nodes: Iterable[Node], uuids: Container[str]) -> Use:
 
 
 def take(of: Placer, use: Use, wish: Ask, *, name: str = "", fence: int = 1) -> Reservation:
-    """Hold what an ask gets."""
     held = reservation(of.place(wish, NOW).gpus, name=name, ask=wish, fence=fence)
     use.hold(held)
     return held

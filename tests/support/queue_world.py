@@ -90,7 +90,6 @@ class QueueWorld:
         return found
 
     def hold(self, order: Order, uuids: Collection[str], *, ttl: float | None = None) -> model.LeaseTerms:
-        """Grant these GPUs to an order."""
         taken = {uuid for one in self.held.values() for uuid in one.gpus}
         assert taken.isdisjoint(uuids), "a GPU is held twice"
         lease = model.LeaseTerms(
@@ -170,7 +169,6 @@ class Line:
         self.queue = Queue(self.world, self.rules)
 
     def ask(self, *orders: Order, wait: float = 1e6) -> None:
-        """Requests arrive."""
         for order in orders:
             self.queue.add(order, self.world.now, self.world.now + wait)
 
@@ -206,7 +204,6 @@ class Line:
         return waiter.place
 
     def leave(self, *names: str) -> None:
-        """Requests leave."""
         for name in names:
             waiter = self.queue.get(name)
             assert waiter is not None

@@ -2,5 +2,4 @@
 
 
 def main(arguments: list[str]) -> None:
-    """Be the program whose text this is."""
     exec(compile(arguments[0], "<program>", "exec"), {"__name__": "__main__"})

@@ -134,7 +134,6 @@ class Typed:
         self._process.send_signal(number)
 
     def poll(self) -> int | None:
-        """Its exit code; None while it runs."""
         return self._process.poll()
 
     def wait(self, timeout: float = 60.0) -> int:

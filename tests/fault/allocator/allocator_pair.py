@@ -38,14 +38,12 @@ class Pair:
         self._args = args
 
     def start(self, place: int, failpoints: str = "") -> AllocatorProcess:
-        """Let a process begin at a place."""
         life = self._launcher.prepare(self._args[place], failpoints)
         life.go()
         self.lives[place] = life
         return life
 
     def at(self, place: int) -> AllocatorProcess:
-        """The last process of a place."""
         life = self.lives[place]
         assert life is not None
         return life

@@ -35,7 +35,6 @@ class Wish:
     members: int = 1
 
     def ask(self) -> api.Ask:
-        """As a message."""
         return api.Ask(
             gpu_count=self.count,
             gpu_milli=self.milli,
@@ -58,7 +57,6 @@ WISHES = (
 
 
 def holds_of(one: Reservation) -> Holds:
-    """What a reservation holds of each GPU."""
     found: Holds = {}
     for gpu in one.gpus:
         found[gpu.uuid] = found.get(gpu.uuid, 0) + gpu.milli

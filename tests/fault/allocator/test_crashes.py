@@ -162,7 +162,6 @@ async def test_a_node_that_is_down_and_a_quarantine_are_told_once_though_a_crash
 
 
 async def tell(place: Site, address: str) -> None:
-    """Make a target."""
     target = api.NotificationTarget(name="targets/t", spec=api.NotificationTargetSpec(url=address))
     request = api.CreateNotificationTargetRequest(notification_target=target, request_id=str(uuid4()))
     await api.NotificationServiceStub(place.channel).CreateNotificationTarget(request, timeout=60)

@@ -120,7 +120,6 @@ async def granted(traffic: Traffic, count: int) -> None:
 
 
 async def drained(watch: Any) -> None:
-    """Read a stream to its end."""
     while await watch.read() is not grpc.aio.EOF:
         pass
 

@@ -25,8 +25,6 @@ RENEWED = NOW + 7200
 
 @dataclass(frozen=True)
 class Known:
-    """Everything that a state holds."""
-
     reservations: tuple[tuple[Reservation, str], ...]
     fence: int
     ranks: Mapping[str, int]
@@ -138,20 +136,16 @@ def scramble(content: bytearray, random: Random) -> None:
 
 
 def cut(content: bytearray, random: Random) -> None:
-    """The file is shorter."""
     size = len(content)
     del content[random.choice([0, random.randrange(size), max(0, size - random.randrange(1, 600))]) :]
 
 
 def blank(content: bytearray, random: Random) -> None:
-    """A page is zeros."""
     at = random.randrange(len(content) // PAGE) * PAGE
     content[at : at + PAGE] = bytes(len(content[at : at + PAGE]))
 
 
 def other_log(name: str) -> Damage:
-    """The log is another one."""
-
     def damage(data_dir: Path, states: States, random: Random) -> None:
         shutil.copy(states.log(name), data_dir / WAL)
 
@@ -159,8 +153,6 @@ def other_log(name: str) -> Damage:
 
 
 def gone(file: str) -> Damage:
-    """A file is missing."""
-
     def damage(data_dir: Path, states: States, random: Random) -> None:
         (data_dir / file).unlink()
 

@@ -207,7 +207,6 @@ async def gang(client: AsyncClient) -> asyncio.Future[api.ReserveResponse]:
 
 
 async def in_line(client: AsyncClient, count: int) -> bool:
-    """Whether so many wait."""
     return len((await plan(client)).plans) >= count
 
 

@@ -20,13 +20,11 @@ from tests.support.waiting import eventually
 async def site(
     tmp_path: Path, fleet: FakeFleet, **settings: object
 ) -> AsyncGenerator[tuple[Client, api.QuotaServiceStub]]:
-    """An allocator, a client of it and of its quotas."""
     async with running(tmp_path, fleet, **settings) as client:
         yield client, api.QuotaServiceStub(client.channel)
 
 
 async def until_waiting(quotas: api.QuotaServiceStub, count: int) -> None:
-    """Until so many calls of one tenant wait."""
     await eventually(
         lambda: quotas.ListQuotas(api.ListQuotasRequest(), timeout=60),
         lambda found: [one.waiting_count for one in found.quotas] == [count],

@@ -15,7 +15,6 @@ Told = api.WatchReservationsResponse
 
 
 async def first(client: AsyncClient, **fields: str) -> Told:
-    """What is told first."""
     stream = client.allocator.WatchReservations(api.WatchReservationsRequest(**fields))
     message = await asyncio.wait_for(anext(aiter(stream)), 60)
     stream.cancel()

@@ -28,7 +28,6 @@ def begun(folder: Path, number: int, *, salt: int | None = None) -> Path:
 
 
 def begin_log(folder: Path, salt: int) -> None:
-    """A log that begins with this salt."""
     (folder / f"{DATABASE}-wal").write_bytes(bytes(16) + struct.pack(">LL", salt, 0) + bytes(8))
 
 

@@ -16,7 +16,6 @@ class SharedServer(FakeServer):
         self._before = 0
 
     def begin(self) -> None:
-        """A test begins."""
         self._before += len(self.reservations)
 
     @property

@@ -241,8 +241,6 @@ def test_where_no_agent_answers_a_command_runs_and_it_is_said(server: FakeServer
 
 @dataclass
 class AgentHere(monitor_api.WorkServiceServicer):
-    """An agent on the socket of this host."""
-
     refusal: library.GpuscaleError | None = None
     asked: list[monitor_api.AdmitWorkRequest] = field(default_factory=list[monitor_api.AdmitWorkRequest])
 

@@ -132,7 +132,6 @@ EACH = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 async def serving(
     kind: Kind, work: Work, authenticator: Authenticator | None = None, *, raw: bool = False
 ) -> AsyncIterator[str]:
-    """The address of a server."""
     server = Server(ServerOptions(), authenticator or Authenticator())
     handlers = {kind.method: kind.handler(work, raw=raw)}
     server.add_generic(grpc.method_handlers_generic_handler(kind.service, handlers), [kind.service])

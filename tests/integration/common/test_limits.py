@@ -47,7 +47,6 @@ class Gate:
 
 
 async def test_a_unary_call_without_a_deadline_gets_one() -> None:
-    """M5."""
     gate = Gate()
     async with serve(Allocator(gate.work), options=ServerOptions(default_deadline=0.2)) as served:
         with pytest.raises(errors.DeadlineExceededError, match=r"no answer within 0\.2 s"), rpc_errors():
@@ -174,7 +173,6 @@ async def test_unknown_callers_have_a_few_small_calls_and_take_none_from_others(
 
 
 async def test_open_streams_do_not_starve_unary_calls() -> None:
-    """M7."""
     gate = Gate()
     async with serve(fleet=Fleet(gate.stream), options=ServerOptions(max_concurrent_unary=2)) as served:
         streams = [served.fleet.WatchNodes(monitor_api.WatchNodesRequest()) for _ in range(20)]
@@ -187,8 +185,6 @@ async def test_open_streams_do_not_starve_unary_calls() -> None:
 
 
 async def test_messages_above_4_mib_are_refused_both_ways() -> None:
-    """M6."""
-
     async def nodes(request: Any, context: Any) -> AsyncIterator[Any]:
         yield monitor_api.WatchNodesResponse(nodes=[monitor_api.Node(name="x" * (5 * 1024 * 1024))])
 

@@ -74,8 +74,6 @@ class Seen:
 
 @dataclass
 class Process:
-    """One of the two."""
-
     served: Served
     audit: Path
     meter: CallMeter
@@ -137,7 +135,6 @@ async def site(tmp_path: Path, postgresql: PostgresServer) -> Site:
 
 @asynccontextmanager
 async def two(site: Site) -> AsyncGenerator[tuple[Process, Process]]:
-    """The leader, and a standby that forwards to it."""
     async with AsyncExitStack() as stack:
         leader = await stack.enter_async_context(site.process("first"))
         await eventually(lambda: answers(leader))

@@ -29,6 +29,7 @@ from tests.support.allocator import Client
 from tests.support.autoscaler_app import endpoint
 from tests.support.fake_adapter import FakeAdapter
 from tests.support.fake_fleet import FakeFleet, node_message, serving
+from tests.support.first_host import programs
 from tests.support.ports import free_port, silent_port
 from tests.support.promtool import named, promtool, value
 from tests.support.tokens import token, write_tokens
@@ -64,12 +65,11 @@ async def running(
         tokens_file=tokens,
         **{"fleet_address": "127.0.0.1:1", **settings},
     )
-    stop = asyncio.Event()
-    served = asyncio.ensure_future(serve(made, stop))
-    async with open_channel(listen, token=SecretStr(token("alice"))) as channel:
+    async with (
+        programs(service=(serve, made)),
+        open_channel(listen, token=SecretStr(token("alice"))) as channel,
+    ):
         yield channel, lambda: asyncio.to_thread(page)
-    stop.set()
-    await served
 
 
 @pytest.mark.parametrize(

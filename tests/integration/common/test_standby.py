@@ -85,7 +85,6 @@ async def two(url: SecretUrl, first: Actor, second: Actor) -> AsyncGenerator[tup
 
 
 async def refused(served: Served, *metadata: tuple[str, str]) -> errors.GpuscaleError:
-    """The error of a call."""
     with pytest.raises(errors.UnavailableError) as caught, rpc_errors():
         await served.get(metadata=(FOLLOWS, *metadata))
     return caught.value

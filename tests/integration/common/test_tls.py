@@ -29,6 +29,7 @@ from gpuscale.gateway.settings import GatewaySettings
 from gpuscale.internal.monitor import v1 as monitor_internal
 from tests.support.certificates import Authority
 from tests.support.cli import python, run_cli
+from tests.support.first_host import programs
 from tests.support.ports import free_port
 from tests.support.promtool import value
 from tests.support.throwaway import Allocator, Served, serve
@@ -242,11 +243,8 @@ async def gateway(pki: Path) -> AsyncGenerator[GatewaySettings]:
         key_file=pki / "alice.key",
         fleet_address=f"127.0.0.1:{free_port()}",
     )
-    stop = asyncio.Event()
-    task = asyncio.create_task(serve_gateway(made, stop))
-    yield made
-    stop.set()
-    await task
+    async with programs(gateway=(serve_gateway, made)):
+        yield made
 
 
 async def test_the_gateway_and_its_metrics_know_the_deny_list_and_tell_when_certificates_end(

@@ -54,7 +54,6 @@ class Chain:
 
 @asynccontextmanager
 async def served(handler: grpc.GenericRpcHandler, *services: str) -> AsyncIterator[grpc.aio.Channel]:
-    """A channel to a server with that handler."""
     server = Server(ServerOptions(), Authenticator())
     server.add_generic(handler, services)
     address = server.bind()

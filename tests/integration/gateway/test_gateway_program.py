@@ -16,6 +16,7 @@ from gpuscale.client import AsyncClient, PermissionDeniedError, UnavailableError
 from gpuscale.gateway import main
 from gpuscale.gateway.settings import GatewaySettings
 from gpuscale.testing import FakeServer
+from tests.support.first_host import programs
 from tests.support.ports import free_port
 from tests.support.promtool import value
 from tests.support.tokens import token, write_tokens
@@ -37,9 +38,7 @@ async def gateway(folder: Path, fake: FakeServer, **more: object) -> AsyncIterat
         }
         | more
     )
-    stop = asyncio.Event()
-    task = asyncio.create_task(main.serve(settings, stop))
-    try:
+    async with programs(gateway=(main.serve, settings)):
         async with client(settings, "alice") as alice:
             await eventually(
                 lambda: alice.allocator.ListReservations(api.ListReservationsRequest()),
@@ -47,9 +46,6 @@ async def gateway(folder: Path, fake: FakeServer, **more: object) -> AsyncIterat
                 retry_on=(UnavailableError,),
             )
         yield settings
-    finally:
-        stop.set()
-        await task
 
 
 def client(settings: GatewaySettings, name: str) -> AsyncClient:

@@ -25,7 +25,6 @@ class Log:
         self._caplog = caplog
 
     def taken(self) -> list[tuple[str, int]]:
-        """Since the last time."""
         found: list[Any] = [
             record.msg for record in self._caplog.records if record.name.endswith(".forwarder")
         ]

@@ -129,7 +129,6 @@ class Fleet:
             self.serve(_ask(random), f"r{number}", fence=100 + number, labels=labels)
 
     def serve(self, ask: Ask, name: str, **fields: object) -> None:
-        """Hold what an ask gets."""
         found = self.placer.place(ask, NOW)
         if isinstance(found, Pick):
             self.use.hold(reservation(found.gpus, name=name, ask=ask, **fields))
@@ -147,7 +146,6 @@ class Fleet:
         self.placer.apply_node(self.nodes[at])
 
     def end_one(self, random: Random) -> None:
-        """One of the reservations ends, if there is one."""
         names = {one.id for node in self.nodes for one in self.use.reservations(node.id)}
         if names:
             self.use.free(random.choice(sorted(names)))

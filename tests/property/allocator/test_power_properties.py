@@ -100,7 +100,6 @@ class Model:
             gpu.load = IDLE
 
     def above(self) -> set[str]:
-        """The budgets of which more is drawn."""
         found: set[str] = set()
         for key, budget in self.budgets.items():
             sums: dict[str, float] = {}

@@ -116,7 +116,6 @@ class QueueSite:
         self.changes.on_room(self.waiting.changed)
 
     async def grant(self, order: Order) -> Reservation:
-        """Grant at once."""
         pick = self.waiting.look(order, self.clock.now())
         assert isinstance(pick, Pick)
         granted = self.ledger.grant(order, pick.gpus, now=self.clock.now(), wall=self.clock.wall())
@@ -124,7 +123,6 @@ class QueueSite:
         return self.ledger.get(granted.id)
 
     async def release(self, one: Reservation) -> None:
-        """Release."""
         closed = self.ledger.close(one, State.RELEASED, now=self.clock.now(), wall=self.clock.wall())
         await self.commits.end([closed])
 
@@ -136,7 +134,6 @@ class QueueSite:
 
 @asynccontextmanager
 async def queue_site(rules: Rules | None = None, **sizes: int) -> AsyncGenerator[QueueSite]:
-    """Run the queue over nodes of these sizes."""
     site = QueueSite(sizes, rules or Rules())
     async with TaskScope() as tasks:
         tasks.spawn("commits", site.commits.run())

@@ -20,7 +20,6 @@ SPLIT = node("n0", gpu("GPU-p", trouble="DIVIDED"), *PARTS)
 
 
 def messages(of: Placer, wish: Ask) -> list[str]:
-    """What an explanation says of each GPU."""
     return [one.message for seen in of.explain(wish, NOW).nodes for one in seen.gpus]
 
 

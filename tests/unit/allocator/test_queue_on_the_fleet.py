@@ -50,13 +50,11 @@ class Site:
         return self._granted(order, found).id
 
     def waits(self, *orders: Order) -> list[str]:
-        """Orders that come into the line; see `play`."""
         for order in orders:
             self.queue.add(order, self.clock.now(), self.clock.now() + 1e6)
         return self.play()
 
     def ends(self, *ids: str) -> list[str]:
-        """Leases end; see `play`."""
         for one in ids:
             found = self.ledger.get(one)
             now, wall = self.clock.now(), self.clock.wall()

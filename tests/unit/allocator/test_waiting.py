@@ -37,7 +37,6 @@ def now() -> float:
 
 
 async def followed(watch: AsyncGenerator[QueuePlace | str]) -> list[QueuePlace | str]:
-    """All that is told."""
     async with aclosing(watch) as told:
         return [one async for one in told]
 

@@ -112,14 +112,6 @@ def test_the_unix_socket_is_for_who_has_its_token_alone(token_file: Path, intern
         assert who(authenticator, Context(LOOPBACK, metadata=shown)) != LOCAL or tokens_file is None
 
 
-def test_with_tokens_loopback_needs_one(token_file: Path) -> None:
-    authenticator = Authenticator(tokens_file=token_file)
-    assert who(authenticator, Context(LOOPBACK)) == "TOKEN_MISSING"
-    assert who(authenticator, Context(LOOPBACK, metadata=bearer("bob"))) == Principal(
-        "bob", Role.VIEWER, "token"
-    )
-
-
 def test_a_token_in_plain_text_from_another_host_is_refused(token_file: Path) -> None:
     authenticator = Authenticator(tokens_file=token_file)
     assert who(authenticator, Context(REMOTE, metadata=bearer("alice"))) == "INSECURE_TRANSPORT"

@@ -14,8 +14,6 @@ from tests.support.watched import Thing, WatchReader, WatchThingsRequest, WatchT
 
 
 class Shown:
-    """Makes messages of teams, and counts them."""
-
     def __init__(self) -> None:
         self.count = 0
 

@@ -23,20 +23,14 @@ from gpuscale.common.rpc.validation import (
 )
 from gpuscale.internal.autoscaler import v1 as autoscaler_internal
 from gpuscale.internal.monitor import v1 as monitor_internal
+from tests.support.allocator_values import reserve_request
 
 UUID = "01234567-89ab-cdef-0123-456789ABCDEF"
 
 
-ASK_FIELDS = frozenset(allocator_api.Ask.DESCRIPTOR.fields_by_name)
-
-
 def reserve(**fields: Any) -> allocator_api.ReserveRequest:
     """A request that is right but for `fields`, its own or those of its ask."""
-    ask = {name: value for name, value in fields.items() if name in ASK_FIELDS}
-    own = {name: value for name, value in fields.items() if name not in ASK_FIELDS}
-    return allocator_api.ReserveRequest(
-        **{"request_id": UUID, "holder": "me", "ask": allocator_api.Ask(**{"gpu_count": 1, **ask}), **own}
-    )
+    return reserve_request(fields.pop("gpu_count", 1), **({"request_id": UUID} | fields))
 
 
 def wrong(message: Any) -> dict[str, str]:
