@@ -11,13 +11,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import Any
-from uuid import uuid4
 
 import grpc
 
 from gpuscale.api.allocator import v1 as allocator_api
 from tests.support import autoscaler_app
 from tests.support.allocator import Client, allocator
+from tests.support.allocator_values import reserve_request
 from tests.support.fake_adapter import FakeAdapter
 from tests.support.fake_allocator import FakeAllocator
 from tests.support.fake_allocator import serving as serving_allocator
@@ -90,9 +90,7 @@ async def _leases(trace: Trace, folder: Path) -> None:
         stub: Any = client.stub
         await client.release(await client.reserve())
         for _ in range(3):  # a tick in the background may fall into one of them
-            request = allocator_api.ReserveRequest(
-                request_id=str(uuid4()), ask=allocator_api.Ask(gpu_count=1), holder="trace"
-            )
+            request = reserve_request()
             with trace.of("Reserve"):
                 granted = (await stub.Reserve(request, timeout=60)).reservation
             renewal = allocator_api.RenewReservationRequest(name=granted.name, fence=granted.fence)

@@ -14,9 +14,10 @@ from uuid import UUID
 from gpuscale.api.allocator import v1 as api
 from gpuscale.common import errors
 from gpuscale.common.rpc.status import rpc_errors
-from gpuscale.common.wire import seconds, to_duration
+from gpuscale.common.wire import seconds
 from tests.fault.allocator.reservation_history import Grant, History, Holds, Sighting
 from tests.support.allocator import Client, Reservation
+from tests.support.allocator_values import reserve_request
 
 TTL = 5.0
 """Seconds, the shortest lease there is."""
@@ -34,14 +35,9 @@ class Wish:
     milli: int = 1000
     members: int = 1
 
-    def ask(self) -> api.Ask:
-        return api.Ask(
-            gpu_count=self.count,
-            gpu_milli=self.milli,
-            member_count=self.members,
-            min_memory_bytes=0,
-            max_utilization_percent=100,
-        )
+    def request(self, request_id: str, ttl: float) -> api.ReserveRequest:
+        ask = {"gpu_milli": self.milli, "member_count": self.members, "max_utilization_percent": 100}
+        return reserve_request(self.count, memory=0, request_id=request_id, ttl=ttl, **ask)
 
 
 WISHES = (
@@ -159,21 +155,14 @@ class Traffic:
         return grant
 
     async def _ask(self, request_id: str, wish: Wish) -> Reservation:
-        request = api.ReserveRequest(
-            request_id=request_id, holder="test", ask=wish.ask(), ttl=to_duration(TTL)
-        )
+        request = wish.request(request_id, TTL)
         with rpc_errors():
             return (await self._client.stub.Reserve(request, timeout=self._client.timeout)).reservation
 
     async def _batch(self) -> None:
         """Reserve two in one call and release them in one, however often that has to be repeated."""
         wishes = [Wish(1), Wish(milli=500)]
-        requests = [
-            api.ReserveRequest(
-                request_id=self._request_id(), holder="test", ask=wish.ask(), ttl=to_duration(BATCH_TTL)
-            )
-            for wish in wishes
-        ]
+        requests = [wish.request(self._request_id(), BATCH_TTL) for wish in wishes]
         self.history.batches.append(tuple(one.request_id for one in requests))
         first_sent = self._now()
         while True:

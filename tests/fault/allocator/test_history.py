@@ -85,15 +85,11 @@ async def test_promises_hold_through_kills_pauses_and_steps_of_the_wall_clock(tm
 async def tormented(place: Site, kills: int, random: Random) -> History:
     """What clients saw of an allocator that had so many lives."""
     traffic = Traffic(place.client, SEED)
-    async with asyncio.timeout(300 + 20 * kills), asyncio.TaskGroup() as group:
-        for _ in range(CLIENTS):
-            group.create_task(traffic.holder())
-        group.create_task(traffic.lister())
+    async with asyncio.timeout(300 + 20 * kills), traffic.of(CLIENTS):
         await torment(place, kills, random, traffic.history)
         before = len(traffic.history.grants)
         await eventually(lambda: len(traffic.history.grants) > before + CLIENTS)
         await eventually(lambda: enough(traffic.history, kills))
-        traffic.stop()
     return traffic.history
 
 
