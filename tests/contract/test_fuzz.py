@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import time
 import uuid
 from base64 import b64encode
@@ -459,6 +460,41 @@ def test_no_body_is_a_fault_of_the_server(world: World, method: str) -> None:
             ) if rpc.method.input_type.fields else None
         code = world.status(method, body, TIMEOUT)
         assert code not in NEVER, f"{code}: {body}"
+
+
+MOVING = {"ListAuditEvents", "ListDecisions"}
+"""Lists that grow meanwhile."""
+LISTS = [one for one in RPCS if one.startswith("List") and one not in MOVING]
+
+
+@pytest.mark.parametrize("method", LISTS)
+def test_a_list_has_pages_an_order_and_a_filter_and_its_names_are_those_to_get(
+    world: World, method: str
+) -> None:
+    for make in (world.watcher, world.policy, world.budget, world.target, world.booking, world.recording):
+        make()
+    bodies(world)["GetMetric"]()
+    world.send("CreateJoinToken", {})
+
+    def listed(**fields: Any) -> tuple[list[str], str]:
+        answer = world.send(method, fields)
+        items = next(getattr(answer, one.name) for one in answer.DESCRIPTOR.fields if one.is_repeated)
+        return [getattr(one, "name", "") for one in items], answer.next_page_token
+
+    found, _ = listed(pageSize=1000)
+    pages, token = listed(pageSize=1)
+    while token:
+        page, token = listed(pageSize=1, pageToken=token)
+        pages += page
+    assert pages == found
+    if any(found):
+        assert listed(orderBy="name desc")[0] == sorted(found, reverse=True)
+        assert listed(filter=f'name = "{found[-1]}"')[0] == [found[-1]]
+    assert world.status(method, {"filter": "nonsense = 1"}) == "INVALID_ARGUMENT"
+    get = RPCS.get("Get" + re.sub("ies$", "y", method.removeprefix("List")).removesuffix("s"))
+    for name in found[-1:] if get and method != "ListMetrics" else ():  # a metric has another part
+        [(_, got), *_] = world.send(get.method.name, {"name": name}).ListFields()
+        assert got.name == name
 
 
 @pytest.mark.parametrize("sign", ["-", "~", "not "])
