@@ -1,6 +1,7 @@
 """The audit log (every line is there or counted, and no call waits), and a token bucket for each caller."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from gpuscale.common.rpc.audit import (
     resource_of,
 )
 from gpuscale.common.rpc.calls import BURST_SECONDS, RateLimits, Refusals
+from tests.support.waiting import eventually_sync
 
 RESERVE = "/gpuscale.api.allocator.v1.AllocatorService/Reserve"
 GET = "/gpuscale.api.allocator.v1.AllocatorService/GetReservation"
@@ -35,6 +37,26 @@ RESERVATION = allocator_api.Reservation(
 
 def lines(path: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def _moved(file: Path) -> None:
+    file.rename(f"{file}-20260301")
+
+
+@pytest.mark.parametrize("taken", [_moved, Path.unlink])
+def test_an_audit_log_that_another_program_took_away_begins_anew(
+    tmp_path: Path, taken: Callable[[Path], None]
+) -> None:
+    """As logrotate does: records went on into what it then compressed."""
+    file = tmp_path / "audit.jsonl"
+    log = AuditLog(AuditOptions(file, 1 << 20))
+    log.start()
+    log.write({"request_id": "a"})
+    eventually_sync(lambda: file.read_text().count("\n") == 1)
+    taken(file)
+    log.write({"request_id": "b"})
+    log.close()
+    assert file.read_text() == '{"request_id": "b"}\n'
 
 
 def test_lines_are_json_and_the_file_is_private(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import os
 import queue
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TextIO
@@ -101,7 +102,7 @@ class AuditLog:
             dropped, self._dropped = self._dropped, 0
             line = json.dumps({**record, "dropped": dropped} if dropped else record, ensure_ascii=False)
             try:
-                file = self._file = self._file or self._open()
+                file = self._file = self._current()
                 file.write(f"{line}\n")
                 if self._waiting.empty():
                     file.flush()
@@ -119,6 +120,17 @@ class AuditLog:
                 )
         if self._file is not None:
             self._file.close()
+
+    def _current(self) -> TextIO:
+        """The file; a new one where another program moved or removed it, as logrotate does."""
+        file, path = self._file, self._options.file
+        if file is not None and path != STANDARD_OUTPUT:
+            with suppress(FileNotFoundError):
+                if os.path.samestat(path.stat(), os.fstat(file.fileno())):
+                    return file
+            self._file = None
+            file.close()
+        return self._file or self._open()
 
     def _open(self) -> TextIO:
         if self._options.file == STANDARD_OUTPUT:
