@@ -246,14 +246,15 @@ def test_what_breaks_a_rule_is_found_in_its_file(ctl: Any, world: canned.World, 
 
 def test_what_the_server_refuses_is_found_in_its_file(ctl: Any, world: canned.World, tmp_path: Path) -> None:
     """A fault that only the server can see, such as two fields that contradict each other."""
+    field = "endpoint.spec.min_replicas"
     world.refuse["UpdateEndpoint"] = errors.InvalidArgumentError(
-        "min_replicas is above max_replicas", field="endpoint.spec.min_replicas"
+        f"{field} is above max_replicas", field=field
     )
     file = tmp_path / "jobs.yaml"
     file.write_text(MANIFEST)
     ran = ctl("apply", "-f", str(file))
     assert ran.code == 2
-    assert f"error: {file}:4:16: spec.min_replicas " in ran.err
+    assert f"error: {file}:4:16: spec.min_replicas is above max_replicas" in ran.err
 
 
 def test_what_get_prints_is_applied_unchanged_by_every_way_back(ctl: Any) -> None:
@@ -261,8 +262,13 @@ def test_what_get_prints_is_applied_unchanged_by_every_way_back(ctl: Any) -> Non
         printed = ctl("get", "endpoints", "-o", wanted).out + ("---\n" if wanted == "yaml" else "")
         assert ctl("apply", "-f", "-", stdin=printed).out == "endpoints/jobs unchanged\n"
         assert ctl("diff", "-f", "-", stdin=printed).code == 0
-        one = ctl("get", "qw", "jobs", "-o", wanted).out
-        assert ctl("apply", "-f", "-", stdin=one).out == "watchers/jobs unchanged\n"
+        for kind, name in (
+            ("qw", "watchers/jobs"),
+            ("policy", "policies/idle"),
+            ("budget", canned.BUDGET.name),
+        ):
+            one = ctl("get", kind, name.partition("/")[2], "-o", wanted).out
+            assert ctl("apply", "-f", "-", stdin=one).out == f"{name} unchanged\n"
 
 
 def test_edit_opens_the_manifest_until_it_can_be_applied_and_undoes_no_other_change(

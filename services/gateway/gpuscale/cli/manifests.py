@@ -363,5 +363,6 @@ def placed(error: InvalidArgumentError, tree: Tree, prefix: str = "") -> Invalid
     for one in error.violations:
         path = one.field.removeprefix(prefix)
         place = place_of(tree, path)
-        lines.append(f"{place.source}:{place.line}:{place.column}: {path} {one.description}")
+        why = one.description.removeprefix(f"{one.field} ")
+        lines.append(f"{place.source}:{place.line}:{place.column}: {path} {why}")
     return InvalidArgumentError("\n".join(lines), reason=error.reason, violations=error.violations)
