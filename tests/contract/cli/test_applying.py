@@ -262,11 +262,7 @@ def test_what_get_prints_is_applied_unchanged_by_every_way_back(ctl: Any) -> Non
         printed = ctl("get", "endpoints", "-o", wanted).out + ("---\n" if wanted == "yaml" else "")
         assert ctl("apply", "-f", "-", stdin=printed).out == "endpoints/jobs unchanged\n"
         assert ctl("diff", "-f", "-", stdin=printed).code == 0
-        for kind, name in (
-            ("qw", "watchers/jobs"),
-            ("policy", "policies/idle"),
-            ("budget", canned.BUDGET.name),
-        ):
+        for kind, name in (("qw", "watchers/jobs"), ("budget", canned.BUDGET.name)):
             one = ctl("get", kind, name.partition("/")[2], "-o", wanted).out
             assert ctl("apply", "-f", "-", stdin=one).out == f"{name} unchanged\n"
 
