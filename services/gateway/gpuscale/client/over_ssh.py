@@ -100,19 +100,15 @@ def write_together(
 ) -> list[tuple[int, bool]]:
     """Run a program for each member and write its output, prefixed with the member if there are several.
 
-    Returns the exit code of each, and whether it wrote anything. Outputs are written `in_turn` or interleaved. A program that is turned away by its host is started again.
+    Returns the exit code of each, and whether it wrote anything. Outputs are written `in_turn` or interleaved. Where a host
+    turns ssh away, it is started again.
     """
     with ExitStack() as stack:
 
         def start(words: list[str]) -> "subprocess.Popen[bytes]":
-            made = subprocess.Popen(
-                dying_with_us(words),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-            )
-            on_start(made)
-            return stack.enter_context(made)
+            process = stack.enter_context(_started(words, None, inherit=False))
+            on_start(process)
+            return process
 
         started = [start(one.words) for one in members]
         failed, began = list[OSError](), [False for _ in members]
