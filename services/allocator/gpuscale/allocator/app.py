@@ -145,9 +145,7 @@ async def open_parts(
         await archive.open()
         placer, changes, kept = Placer(ledger.use), Changes(), PolicyStore(store, clock.boot_id)
         changes.on_change(accounting.note)
-        notifying = await open_notifying(
-            kept, to_target, clock, settings.notify_networks, settings.notify_ca_file
-        )
+        notifying = await open_notifying(kept, to_target, clock, *settings.notifying())
         commits = Commits(ledger, store, changes, notifying.of_changes, notifying.posted)
 
         # The queue and its quotas. Reservations that keep their place rejoin it now; other waiting callers ask again.

@@ -114,6 +114,10 @@ class AllocatorSettings(StatefulSettings):
             past_counts=self.past_use_half_life_days > 0,
         )
 
+    def notifying(self) -> tuple[tuple[str, ...], Path | None]:
+        """The private networks to which notifications may be sent, and the authority of their targets."""
+        return self.notify_networks, self.notify_ca_file
+
     def rebalancing(self) -> tuple[float, float, int]:
         """The least age of what moves, the grace of preemptible moves, and the most moves per hour."""
         return (
