@@ -124,7 +124,7 @@ def test_words_of_other_programs_lead_to_commands_that_exist(
         ("reserve --gpus 2 --mem 20GB", "'--mem'; try: --min-memory"),
         ("reserve --gpus two", "'two' is not a valid number."),
         ("reserve --gpus 2 --min-memory 20", "20 would be bytes; write 20GiB"),
-        ("run --gpus 1 --time-limit 2 -- true", "'2' has no unit: write 2m or 2s"),
+        ("run --gpus 1 --time-limit 2.5 -- true", "'2.5' has no unit: write 2.5m or 2.5s"),
         ("top nodes", "unexpected extra argument (nodes); try: gpuscalectl get nodes"),
         ("scale --replicas=3 endpoint/chat", "'--replicas'; options of a command come after its name"),
         ("--adress localhost:7070 status", "No such option '--adress'; did you mean --address?"),

@@ -47,9 +47,10 @@ def _size(typed: str) -> int:
 
 
 def _time_limit(typed: str) -> float:
-    if typed.strip().isdecimal():
-        raise ValueError(f"{typed!r} has no unit: write {typed.strip()}m or {typed.strip()}s")
-    return parse_duration(typed)
+    seconds, plain = parse_duration(typed), typed.strip()
+    if plain[-1].isdecimal():
+        raise ValueError(f"{plain!r} has no unit: write {plain}m or {plain}s")
+    return seconds
 
 
 def _watts(typed: str) -> float:
