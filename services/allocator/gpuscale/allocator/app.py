@@ -3,7 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -54,7 +54,7 @@ from gpuscale.allocator.usecases.reserving import Reserving, Waiting
 from gpuscale.allocator.usecases.restarting import Restarting
 from gpuscale.api.allocator import v1 as api
 from gpuscale.common.config.settings import run_program, serve_stateful
-from gpuscale.common.errors import FailedPreconditionError, UnavailableError
+from gpuscale.common.errors import UnavailableError
 from gpuscale.common.rpc.meter import CallMeter
 from gpuscale.common.rpc.server import Registration, registrations
 from gpuscale.common.rpc.status import rpc_errors
@@ -134,7 +134,11 @@ async def open_parts(
         FailedPreconditionError: the stored state is damaged, inconsistent, or of another version.
         UnavailableError: the stored state is not available now, or the term is over.
     """
-    async with _open_state(settings, clock, term) as store, TaskScope() as tasks:
+    if (shared := settings.shared(term)) is None:
+        opened = open_store(settings.data_dir / DATABASE, clock.boot_id)
+    else:
+        opened = open_shared_store(*shared, clock.boot_id)
+    async with opened as store, TaskScope() as tasks:
         # State: reservations, ended reservations, the fleet.
         saved = await store.load()
         accounting = await _restore(saved, settings, store, clock)
@@ -231,19 +235,6 @@ def _eyes(
             changes.room(eased)
 
     return seen, renewed
-
-
-def _open_state(
-    settings: AllocatorSettings, clock: Clock, term: Term | None
-) -> AbstractAsyncContextManager[AllocatorStore]:
-    if settings.database is None:
-        return open_store(settings.data_dir / DATABASE, clock.boot_id)
-    if term is None:
-        raise FailedPreconditionError(
-            "only gpuscale-allocator keeps its state in PostgreSQL: leave database out here",
-            reason="DATABASE_REFUSED",
-        )
-    return open_shared_store(settings.database, term, clock.boot_id)
 
 
 async def _restore(

@@ -34,7 +34,6 @@ from gpuscale.autoscaler.signals.watchers import QueueWatchers, open_watchers
 from gpuscale.autoscaler.state import store
 from gpuscale.autoscaler.state.decision_log import DecisionLog, Repetitions
 from gpuscale.common.config.settings import run_program, serve_stateful
-from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.rpc.meter import CallMeter
 from gpuscale.common.rpc.server import Registration, registrations
 from gpuscale.common.runtime.lifecycle import DirectoryLock
@@ -149,18 +148,13 @@ async def open_autoscaler(
 
 
 def _open_state(settings: AutoscalerSettings, term: Term | None) -> AbstractAsyncContextManager[Store]:
-    if settings.database is None:
-        file = Sqlite(settings.data_dir / DATABASE, store.METADATA, store.VERSION, store.MIGRATIONS)
-        return Store.open(file, name=_NAME)
-    if term is None:
-        raise FailedPreconditionError(
-            "only gpuscale-autoscaler keeps its state in PostgreSQL: leave database out here",
-            reason="DATABASE_REFUSED",
-        )
+    schema = store.METADATA, store.VERSION, store.MIGRATIONS
+    if (shared := settings.shared(term)) is None:
+        return Store.open(Sqlite(settings.data_dir / DATABASE, *schema), name=_NAME)
     from gpuscale.common.store.postgres import Postgres
 
-    backend = Postgres(settings.database, _NAME, store.METADATA, store.VERSION, store.MIGRATIONS, term)
-    return Store.open(backend, name=_NAME)
+    url, term = shared
+    return Store.open(Postgres(url, _NAME, *schema, term), name=_NAME)
 
 
 async def add_figures(

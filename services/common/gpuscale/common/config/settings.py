@@ -128,6 +128,20 @@ class DatabaseSettings(Settings):
                 reason="POSTGRESQL_NOT_INSTALLED",
             ) from error
 
+    def shared(self, term: Term | None) -> tuple[SecretUrl, Term] | None:
+        """The database, and the term in which this process may write it; None for a file.
+
+        Raises FailedPreconditionError: it leads for no term, as in one process with other services (DATABASE_REFUSED).
+        """
+        if self.database is None:
+            return None
+        if term is None:
+            raise FailedPreconditionError(
+                f"only gpuscale-{self.section} keeps its state in PostgreSQL: leave database out here",
+                reason="DATABASE_REFUSED",
+            )
+        return self.database, term
+
     @field_validator("database", mode="before")
     @classmethod
     def _from_file(cls, value: object, info: ValidationInfo) -> object:
