@@ -3,7 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 
@@ -40,7 +40,7 @@ from gpuscale.common.runtime.lifecycle import DirectoryLock
 from gpuscale.common.runtime.metrics_text import AT_ONCE, Family, MetricsPage, labels
 from gpuscale.common.runtime.tasks import Clock, SystemClock, TaskScope, in_slices
 from gpuscale.common.store.sqlite_store import Sqlite
-from gpuscale.common.store.store import Store, add_store
+from gpuscale.common.store.store import Backend, Store, add_store
 from gpuscale.common.store.term import Term
 
 DATABASE = "autoscaler.db"
@@ -83,9 +83,17 @@ async def open_autoscaler(
     figures. FailedPreconditionError if the state is damaged or of another version, InvalidArgumentError if a broker or Prometheus
     server is misconfigured.
     """
+    schema = store.METADATA, store.VERSION, store.MIGRATIONS
+    if (shared := settings.shared(term)) is None:
+        backend: Backend = Sqlite(settings.data_dir / DATABASE, *schema)
+    else:
+        from gpuscale.common.store.postgres import Postgres
+
+        url, term = shared
+        backend = Postgres(url, _NAME, *schema, term)
     uses, wakes, followers = WatcherUses(), Wakes(), Followers()
     async with (
-        _open_state(settings, term) as state,
+        Store.open(backend, name=_NAME) as state,
         open_watchers(state, settings.brokers, clock, uses.of) as watchers,
         open_sources(
             watchers.reading, settings.prometheus, fleet=fleet, allocator=allocator, clock=clock
@@ -145,16 +153,6 @@ async def open_autoscaler(
                 ),
                 keda_registration(state, followers),
             )
-
-
-def _open_state(settings: AutoscalerSettings, term: Term | None) -> AbstractAsyncContextManager[Store]:
-    schema = store.METADATA, store.VERSION, store.MIGRATIONS
-    if (shared := settings.shared(term)) is None:
-        return Store.open(Sqlite(settings.data_dir / DATABASE, *schema), name=_NAME)
-    from gpuscale.common.store.postgres import Postgres
-
-    url, term = shared
-    return Store.open(Postgres(url, _NAME, *schema, term), name=_NAME)
 
 
 async def add_figures(
