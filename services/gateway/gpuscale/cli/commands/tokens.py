@@ -12,7 +12,7 @@ import uuid
 from collections.abc import MutableMapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TypeGuard
+from typing import TypeGuard, cast
 
 import click
 import tomlkit
@@ -260,13 +260,9 @@ def tables(file: tomlkit.TOMLDocument, kind: str) -> MutableMapping[str, Table]:
     Raises FailedPreconditionError: they are not tables (reason TOKENS_FILE).
     """
     found = file.setdefault(kind, tomlkit.table(is_super_table=True))
-    if not _is_tables(found):
+    if not (_is_table(found) and all(map(_is_table, found.values()))):
         raise _unusable(f"the tokens file needs tables [{kind}.NAME]")
-    return found
-
-
-def _is_tables(value: object) -> TypeGuard[MutableMapping[str, Table]]:
-    return _is_table(value) and all(map(_is_table, value.values()))
+    return cast("MutableMapping[str, Table]", found)
 
 
 def _is_table(value: object) -> TypeGuard[Table]:
