@@ -1,5 +1,5 @@
 #!/bin/sh
-# Install what the tests start or ask privately, from Debian's packages, where this user may: RabbitMQ, PostgreSQL, Chromium, Slurm, sshd, Podman,
+# Install what the tests start or ask privately, from Debian's packages, where this user may: RabbitMQ, PostgreSQL, Chromium, Slurm, strace, sshd, Podman,
 # Prometheus with its promtool, and what generates and compiles clients of other languages. Nothing is started here; a test that finds one missing says so and is skipped (in CI it fails).
 set -eu
 
@@ -15,6 +15,7 @@ command -v catatonit >/dev/null 2>&1 || packages="$packages catatonit"
 dpkg -s busybox-static >/dev/null 2>&1 || packages="$packages busybox-static"
 command -v promtool >/dev/null 2>&1 || packages="$packages prometheus"
 [ -x /usr/sbin/slurmctld ] || packages="$packages slurm-wlm"
+command -v strace >/dev/null 2>&1 || packages="$packages strace"
 [ -x /usr/sbin/sshd ] || packages="$packages openssh-server"
 command -v ssh >/dev/null 2>&1 || packages="$packages openssh-client"
 command -v ip >/dev/null 2>&1 || packages="$packages iproute2"
