@@ -139,7 +139,10 @@ async def test_who_held_a_gpu_is_found_on_disk_too(
         def named(*some: Reservation) -> list[str]:
             return [one.name for one in some]
 
-        assert await listed(client, gpu_uuid="n0-0") == named(*of_first)
+        on_first: dict[str, object] = {"filter": "gpus.uuid:n0-0 AND gpus.node:n0 AND holder = test"}
+        assert await listed(client, gpu_uuid="n0-0") == await listed(client, **on_first) == named(*of_first)
+        assert await listed(client, **on_first, order_by="fence desc") == named(*of_first)[::-1]
+        assert not await listed(client, filter="gpus.node:n1", order_by="fence")
         assert await listed(client, gpu_uuid="n0-0", since=at(2.5), until=at(4.5)) == named(made[2], made[4])
         assert await listed(client, since=at(3.5), until=at(3.5)) == named(made[3]), "at a moment"
         assert await listed(client, since=at(7.5)) == named(made[7], live)
