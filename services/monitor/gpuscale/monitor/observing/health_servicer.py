@@ -82,12 +82,8 @@ def looks_well(gpu: types_api.Gpu) -> bool:
 
 def is_as_before(gpu: types_api.Gpu, past: checks.Past | None, now: float) -> bool:
     """Whether no check that compares with the past can find anything; counts of that past then begin anew, as after a check."""
-    reading = gpu.reading
-    if (
-        past is None
-        or past.replays != reading.pcie_replay_count
-        or past.most_links != reading.nvlink_active_count
-    ):
+    now_read = gpu.reading.pcie_replay_count, gpu.reading.nvlink_active_count
+    if past is None or (past.replays, past.most_links) != now_read:
         return False
     if now - past.replays_at >= checks.REPLAY_WINDOW_SECONDS:
         past.replays_at = now
