@@ -24,7 +24,7 @@ _USE_STATES = {one: api.GpuUsage.State.Value(f"STATE_{one.name}") for one in Use
 POLICIES = {one: api.PlacementPolicy.Value(f"PLACEMENT_POLICY_{one.name}") for one in Policy}
 _NANOS = 1_000_000_000
 REMEMBERED = 4096
-"""Reservations whose messages are cached; the oldest are dropped first."""
+"""Open reservations whose messages are cached; the oldest are dropped first."""
 _Known: TypeAlias = tuple[tuple[ReservedGpu, ...], tuple[float, int], api.Reservation]
 _known: OrderedDict[str, _Known] = OrderedDict()
 
@@ -73,7 +73,8 @@ def from_reservation(
 
 def put_reservation(message: api.Reservation, reservation: Reservation, now: float, wall: datetime) -> None:
     """Fill the message of a reservation in place; a separate message would be copied into the answer."""
-    known = _known.get(reservation.id)
+    ended = reservation.ended is not None  # then seldom asked for again
+    known = _known.pop(reservation.id, None) if ended else _known.get(reservation.id)
     lasting = reservation.ttl, reservation.fence  # what rarely changes: these, and GPUs where one is lost
     if known is None or known[0] is not reservation.gpus or known[1] != lasting:
         made = api.Reservation()  # field by field, in half of the time
@@ -93,7 +94,9 @@ def put_reservation(message: api.Reservation, reservation: Reservation, now: flo
                 wire.put_timestamp(made.grant_time, wanted.granted)
         for gpu in reservation.gpus:
             put_gpu(made.gpus.add(), gpu)
-        known = _known[reservation.id] = reservation.gpus, lasting, made
+        known = reservation.gpus, lasting, made
+        if not ended:
+            _known[reservation.id] = known
         if len(_known) > REMEMBERED:
             _known.popitem(last=False)
     message.CopyFrom(known[2])
