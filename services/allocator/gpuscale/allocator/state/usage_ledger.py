@@ -42,7 +42,7 @@ class Usage(Table, table=True):
     Merged rows have no reservation, GPU and holder. `ends` counts reservations that ended.
     """
 
-    __table_args__ = (Index("usage_by_day", "day"),)
+    __table_args__ = Index("usage_by_day", "day"), {"sqlite_with_rowid": False}  # as for holds
 
     reservation_id: str = Field(primary_key=True)
     part: int = Field(primary_key=True, sa_type=Whole)
