@@ -1,5 +1,8 @@
 """Settings of the agent and the fleet."""
 
+from argparse import Namespace
+from contextlib import nullcontext
+from pathlib import Path
 from typing import get_type_hints
 
 import pytest
@@ -8,6 +11,7 @@ from pydantic import ValidationError
 from gpuscale.common.config.sources import load_table
 from gpuscale.monitor.app.frame import AgentFrame, by_name
 from gpuscale.monitor.app.settings import AgentSettings
+from gpuscale.monitor.helper import run_helper
 
 
 @pytest.mark.parametrize(
@@ -51,3 +55,10 @@ def test_labels_are_names_with_values() -> None:
 def test_an_agent_that_runs_without_its_settings_has_all_their_fields() -> None:
     fields = {name: field.annotation for name, field in AgentSettings.model_fields.items()}
     assert get_type_hints(AgentFrame) | {"section": None} == fields | {"section": None}
+
+
+@pytest.mark.parametrize(("place", "why"), [("/nowhere/s", "No such file"), (f"/{'x' * 107}", "too long")])
+def test_a_helper_says_why_it_cannot_listen(place: str, why: str) -> None:
+    given = Namespace(agent_user="0", socket=Path(place))
+    with pytest.raises(SystemExit, match=f"--socket: cannot listen on {place}: .*{why}"):
+        run_helper(given, nullcontext)

@@ -119,8 +119,11 @@ def run_helper(given: "argparse.Namespace", opened: Opened) -> int:
     place: Path = given.socket
     draft = place.with_suffix(".new")
     with socket.socket(socket.AF_UNIX) as listening:
-        draft.unlink(missing_ok=True)
-        listening.bind(str(draft))
+        try:
+            draft.unlink(missing_ok=True)
+            listening.bind(str(draft))
+        except OSError as error:
+            sys.exit(f"--socket: cannot listen on {place}: {error.strerror or error}")
         draft.chmod(0o666)  # access is checked by SO_PEERCRED
         listening.listen()
         draft.replace(place)  # the socket appears only once it accepts connections
