@@ -84,10 +84,7 @@ _LETTERS = b"abcdefghijklmnopqrstuvwxyz234567" * 8
 
 
 def random_id(wall: float) -> str:
-    """A new reservation id, never reused: three letters of the time in seconds, in steps of 1/64 s, and 45 random bits.
-
-    It reveals nothing of the fence. Those made together are neighbours in the indexes, so a batch writes few pages of them.
-    """
+    """A new id, never reused: of the time, in steps of 1/64 s, so that a batch writes few pages of indexes, and 45 random bits."""
     step = int(64 * wall)
     letters = bytes((step >> 10 & 31, step >> 5 & 31, step & 31))
     return "r" + (letters + urandom(9)).translate(_LETTERS).decode()

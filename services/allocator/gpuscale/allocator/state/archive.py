@@ -191,10 +191,8 @@ def _drop(connection: Connection, fences: Sequence[int]) -> dict[str, int]:
 
 def _among(connection: Connection, fences: Collection[int]) -> ColumnElement[bool]:
     """Whether a row has one of these fences: for SQLite one parameter, since to expand a thousand takes as long as to find them."""
-    if connection.dialect.name != "sqlite":
-        return _RESERVATION.c.fence.in_(fences)
-    listed = func.json_each(json.dumps([*fences])).table_valued("value")
-    return _RESERVATION.c.fence.in_(select(listed.c.value))
+    one = select(func.json_each(json.dumps([*fences])).table_valued("value").c.value)
+    return _RESERVATION.c.fence.in_(one if connection.dialect.name == "sqlite" else fences)
 
 
 def _size(connection: Connection, chosen: ColumnElement[bool]) -> tuple[int, int]:

@@ -108,10 +108,7 @@ def to_8(op: Operations) -> None:
 
 
 def to_9(op: Operations) -> None:
-    """Ended reservations stay in their table: the rows of `reservation` join the many of `ended`, which takes its name.
-
-    Usage is kept by its key alone.
-    """
+    """Ended reservations stay in their table: the rows of `reservation` join the many of `ended`, which takes its name."""
     connection = op.get_bind()
     columns = ", ".join(connection.exec_driver_sql("SELECT * FROM ended LIMIT 0").keys())
     whole = "BIGINT" if connection.dialect.name == "postgresql" else "INTEGER"
@@ -128,15 +125,8 @@ def to_9(op: Operations) -> None:
     _put_holds_back(connection, "milli", whole)
     schema.guard(schema.RESERVATION, connection)
     if connection.dialect.name == "sqlite" and connection.dialect.has_table(connection, "usage"):
-        made = connection.exec_driver_sql("SELECT sql FROM sqlite_master WHERE name = 'usage'").scalar_one()
-        for statement in (
-            "ALTER TABLE usage RENAME TO usage_before",
-            f"{made} WITHOUT ROWID",
-            "INSERT INTO usage SELECT * FROM usage_before",
-            "DROP TABLE usage_before",
-            "CREATE INDEX usage_by_day ON usage (day)",
-        ):
-            connection.exec_driver_sql(statement)
+        with op.batch_alter_table("usage", recreate="always", table_kwargs={"sqlite_with_rowid": False}):
+            pass  # kept by its key alone
 
 
 _HOLDS_APART = ("CREATE TABLE hold_before AS SELECT * FROM hold", "DROP TABLE hold")
