@@ -136,8 +136,9 @@ def test_a_first_message_that_breaks_a_rule(channel: grpc.Channel, rpc: Rpc) -> 
 def test_a_stream_that_begins_with_the_wrong_message(channel: grpc.Channel, rpc: Rpc) -> None:
     second = rpc.request_class()
     getattr(second, rpc.method.input_type.fields[1].name).SetInParent()
-    code, error = call(channel, rpc, second.SerializeToString())
-    assert code == "FAILED_PRECONDITION", error
+    for payloads in ((second.SerializeToString(),), (b"",), ()):
+        code, error = call(channel, rpc, *payloads)
+        assert code == "FAILED_PRECONDITION", error
 
 
 def named_resources(rpc: Rpc) -> list[str]:

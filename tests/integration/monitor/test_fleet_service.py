@@ -81,20 +81,6 @@ async def test_a_newer_run_ends_the_older_stream_at_once_with_aborted(fleet: Run
         assert (await fleet.node("alpha")).state == ONLINE
 
 
-async def test_a_stream_must_begin_with_a_proper_hello(fleet: RunningFleet) -> None:
-    for first, status in (
-        (None, grpc.StatusCode.FAILED_PRECONDITION),
-        (telemetry(snapshot()), grpc.StatusCode.FAILED_PRECONDITION),
-        (monitor_internal.StreamTelemetryRequest(), grpc.StatusCode.FAILED_PRECONDITION),
-        (telemetry(hello("Not An Id")), grpc.StatusCode.INVALID_ARGUMENT),
-        (telemetry(monitor_internal.Hello(node="alpha", epoch="1")), grpc.StatusCode.INVALID_ARGUMENT),
-    ):
-        call = fleet.telemetry.StreamTelemetry()
-        await (call.done_writing() if first is None else call.write(first))
-        assert await ended(call) is status, first
-    assert list((await fleet.stub.ListNodes(monitor_api.ListNodesRequest(), timeout=30)).nodes) == []
-
-
 class AsAgent(Authenticator):
     """Everybody is the agent of node alpha."""
 
