@@ -1,4 +1,4 @@
-"""AdmitWork over real gRPC: the fence on disk before the answer, and the processes of admitted work known by it."""
+"""AdmitWork over real gRPC: the fence on disk before the answer, and only what the host has. Whose processes are: test_truth_of_use.py."""
 
 import asyncio
 import os
@@ -128,21 +128,9 @@ def test_processes_of_an_earlier_boot_are_forgotten_and_fences_are_not(tmp_path:
     assert AdmissionFile(tmp_path, "boot 2").load() == Admissions({"a": 3})
 
 
-async def test_processes_of_admitted_work_are_shown_with_its_reservation_and_outsiders_without() -> None:
-    source, worker = FakeGpus(), readings.ProcessKey(10, 1)
-    processes = (
-        readings.GpuProcess(11, lineage=(readings.ProcessKey(11, 2), worker)),
-        readings.GpuProcess(12, lineage=(readings.ProcessKey(12, 3),)),
-    )
-    source.samples[identity(0).uuid] = readings.GpuSample(
-        readings.GpuState.OK, readings.GpuReading(processes=processes)
-    )
-    admissions = Admissions().admit([identity(0).uuid], "reservations/r7", 7, worker)
-    assert isinstance(admissions, Admissions)
+async def test_a_quarantine_is_shown_on_its_gpu_alone() -> None:
     quarantine = readings.Quarantine("XID 79", WALL_START)
-    quarantined = {identity(1).uuid.lower(): quarantine}
-    first, second = (await collected(source, quarantined, admitted=lambda: admissions)).gpus
-    assert [process.reservation for process in first.reading.processes or ()] == ["reservations/r7", None]
+    first, second = (await collected(FakeGpus(), {identity(1).uuid.lower(): quarantine})).gpus
     assert (first.quarantine, second.quarantine) == (None, quarantine)
 
 
