@@ -1,4 +1,4 @@
-"""All replicas of an adapter on an engine: not lost while the engine is silent, nor held up by one whose steps fail."""
+"""All replicas of an adapter on an engine: seen for what they are, and not held up by one whose steps fail. Silence: test_crew_machine.py."""
 
 import asyncio
 import errno
@@ -118,27 +118,6 @@ async def test_what_is_about_to_start_when_all_are_to_end_does_not_start(
         found = crew.reports() or {}
     assert (found[ONE].state, found[TWO].state) == (ReplicaState.STOPPED, ReplicaState.STOPPED)
     assert [step.replica for step in engine.of(Start)] == [ONE]
-
-
-async def test_nothing_is_said_nor_done_while_the_engine_is_silent(tmp_path: Path) -> None:
-    """A list that failed is not an empty list: no start, no end, and no report at all after a while."""
-    engine = FakeEngine()
-    engine.away = "not yet"
-    async with running(engine, tmp_path) as crew:
-        crew.apply([desired()])
-        await asyncio.sleep(3)
-        assert crew.reports() is None
-        engine.away = ""
-        await state(crew, ReplicaState.STARTING)
-        engine.away = "connection refused"
-        crew.apply([desired(), desired(TWO)])
-        taken = len(engine.taken)
-        await asyncio.sleep(FRESH + 2)
-        assert crew.reports() is None
-        assert len(engine.taken) == taken
-        engine.away = ""
-        await state(crew, ReplicaState.STARTING, TWO)
-    assert engine.starts == {ONE: 1, TWO: 1}
 
 
 async def test_a_replica_that_is_not_shown_for_a_moment_stands_as_it_stood(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ class CrewMachine(RuleBasedStateMachine):
             self.goals[name] = Goal.FORGET
             self.tell()
 
-    @rule(seconds=st.sampled_from([0.5, 1.0, 3.0]))
+    @rule(seconds=st.sampled_from([0.5, 1.0, 3.0, 11.0]))
     def let_time_pass(self, seconds: float) -> None:
         self.clock.advance(seconds)
         self.elapsed += seconds
