@@ -229,18 +229,6 @@ async def test_a_lost_lease_stops_the_replica_at_once(
     await eventually(lambda: len(adapter.starts) == 2)
 
 
-async def test_gpus_whose_adapter_goes_away_while_they_are_reserved_are_given_back(
-    autoscaler: Autoscaler, allocator: FakeAllocator
-) -> None:
-    allocator.answers.clear()
-    async with FakeAdapter().connected(autoscaler.address):
-        await autoscaler.create(endpoint(low=1, high=1, gpus=1))
-        await eventually(lambda: allocator.held)
-    await eventually(lambda: autoscaler.connected(0))
-    allocator.answers.set()
-    await eventually(lambda: not allocator.held)
-
-
 async def test_deleting_drains_everything_and_then_the_endpoint_is_gone(
     autoscaler: Autoscaler, allocator: FakeAllocator, adapter: FakeAdapter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
