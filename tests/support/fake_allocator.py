@@ -26,8 +26,6 @@ class FakeAllocator(api.AllocatorServiceServicer):
         reservations: all that were ever granted, by name.
         calls: how often each RPC was called.
         failure: raised by every call while it is set.
-        lose_answers: so many grants are made and then answered UNAVAILABLE.
-        leaves_after_loss: whether every call fails from the loss of an answer on.
         waiting: requests of each tenant that wait.
         answers: while it is not set, grants are made and not answered.
         models: product names of its GPUs, by UUID, where a test states them.
@@ -40,8 +38,6 @@ class FakeAllocator(api.AllocatorServiceServicer):
         self.requests: dict[str, tuple[str, bytes]] = {}
         self.calls: Counter[str] = Counter()
         self.failure: errors.GpuscaleError | None = None
-        self.lose_answers = 0
-        self.leaves_after_loss = False
         self.waiting: dict[str, int] = {}
         self.answers = asyncio.Event()
         self.answers.set()
@@ -125,11 +121,6 @@ class FakeAllocator(api.AllocatorServiceServicer):
         reservation = self._grant(request)
         self.reservations[reservation.name] = reservation
         self.requests[request.request_id] = (reservation.name, content)
-        if self.lose_answers:
-            self.lose_answers -= 1
-            lost = errors.UnavailableError("the answer was lost")
-            self.failure = lost if self.leaves_after_loss else None
-            raise lost
         await self.answers.wait()
         return api.ReserveResponse(reservation=reservation)
 
