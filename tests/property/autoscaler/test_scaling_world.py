@@ -19,7 +19,7 @@ from gpuscale.autoscaler.domain import planning
 from gpuscale.autoscaler.domain.replicas import ReplicaState
 from gpuscale.autoscaler.domain.rules.rule import Rule
 from gpuscale.autoscaler.domain.rules.targets import TargetRule
-from gpuscale.autoscaler.domain.spec import EndpointSpec, Pace, ReplicaTemplate
+from gpuscale.autoscaler.domain.spec import EndpointSpec, ModelWeight, Pace, ReplicaTemplate
 from gpuscale.autoscaler.loop import reconciler
 from gpuscale.autoscaler.loop.leases import Actor
 from gpuscale.autoscaler.signals.sources import Histories, SignalSources
@@ -294,6 +294,34 @@ def test_a_grant_of_an_earlier_life_waits_for_an_adapter_that_can_use_it(then: s
         assert [one.end_reason.value if one.end_reason else one.reason for one in ended] == why
 
     played(work, [*scaling_script.ADAPTERS[:2], {"name": "c", **others}])
+
+
+@pytest.mark.parametrize("effects", range(0, 60, 3))
+def test_whoever_dies_between_the_models_that_it_would_like_asks_for_the_one_that_was_granted(
+    effects: int,
+) -> None:
+    """The next life asks for the model that the last asked for, is told the same GPUs, and knows what they count for."""
+    template = ReplicaTemplate(
+        "worker", gpu_count=1, models=(ModelWeight("H100", 1.0), ModelWeight("A100", 1.0))
+    )
+
+    async def work(world: World) -> None:
+        uuids = [uuid for node in scaling_script.NODES.values() for uuid in node]
+        world.allocator.models = dict.fromkeys(uuids, "NVIDIA A100")
+        await asyncio.sleep(6)
+        world.life.left = effects
+        await world.create("e1", EndpointSpec(2, 4, template, tick=5.0))
+        await asyncio.sleep(10)
+        await world.create("e1", EndpointSpec(2, 4, template, tick=5.0))  # where it died before it was stored
+        await asyncio.sleep(20)
+        scaling_script.agrees(world)
+        assert world.lives == 2
+        assert [one.template.models[0].model for one in world.rows()] == ["A100"] * 2
+        assert len(world.allocator.reservations) == 3, (
+            "what was granted to the last life is not asked for anew"
+        )
+
+    played(work, scaling_script.ADAPTERS[:2])
 
 
 @pytest.mark.parametrize("seed", range(2))
