@@ -447,14 +447,11 @@ class BacktestServicer(api.BacktestServiceServicer):
     async def ListBacktests(
         self, request: api.ListBacktestsRequest, context: Context
     ) -> api.ListBacktestsResponse:
-        found, token = listed(
-            self._backtests.every(),
-            request,
-            api.Backtest,
-            key=lambda one: f"{one.create_time.ToMicroseconds():020} {one.name}",
-            encode=lambda one: one,
-            descending=True,
-        )
+        def age(one: api.Backtest) -> str:
+            return f"{one.create_time.ToMicroseconds():020} {one.name}"
+
+        every = sorted(self._backtests.every(), key=age, reverse=True)
+        found, token = listed(every, request, api.Backtest, key=age, encode=lambda one: one, descending=True)
         return api.ListBacktestsResponse(backtests=found, next_page_token=token)
 
     async def WatchBacktests(
