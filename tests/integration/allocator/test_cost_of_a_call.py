@@ -82,7 +82,7 @@ async def shares_asked_and_released(client: Client) -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "most"), [("get", 32), ("reserve and release", 321), ("shares", 3371), ("get, forwarded", 83)]
+    ("what", "most"), [("get", 32), ("reserve and release", 321), ("shares", 3359), ("get, forwarded", 83)]
 )
 async def test_a_call_takes_no_more_frames_than_it_did(tmp_path: Path, what: str, most: int) -> None:
     """From the guard down; of a forwarded call in both servers."""

@@ -99,7 +99,7 @@ def put_reservation(message: api.Reservation, reservation: Reservation, now: flo
         if len(_known) > REMEMBERED:
             _known.popitem(last=False)
     message.CopyFrom(known[2])
-    waits = reservation.waiting and reservation.live
+    waits = reservation.ended is None and reservation.waiting
     message.state = api.Reservation.STATE_WAITING if waits else _STATES[reservation.state]
     if reservation.end_reason:
         message.end_reason = reservation.end_reason
