@@ -26,7 +26,7 @@ from google.protobuf.message_factory import GetMessageClass
 from google.protobuf.struct_pb2 import Struct
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from gpuscale.common.security.authority import make_authority, make_request
+from gpuscale.common.security.certificate_authority import make_authority, make_request
 from tests.contract.descriptors import FLOATS, Rpc, right, rpcs, rules_of
 from tests.support.up import Up
 

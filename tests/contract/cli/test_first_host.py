@@ -20,7 +20,7 @@ from gpuscale.cli.commands.units import demoted
 from gpuscale.cli.console.command import Session
 from gpuscale.common.errors import DeadlineExceededError, UnauthenticatedError, UnavailableError
 from gpuscale.common.security.auth import Role, TokenFile
-from gpuscale.common.security.authority import issue, read_pair, subject_of
+from gpuscale.common.security.certificate_authority import issue, read_pair, subject_of
 from gpuscale.testing import FakeServer
 from tests.support.cli import run_cli
 from tests.support.ports import silent_port

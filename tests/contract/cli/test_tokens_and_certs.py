@@ -17,7 +17,7 @@ from gpuscale.common.rpc.channel import ClientTls, open_channel
 from gpuscale.common.rpc.server import ServerOptions
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.security.auth import Authenticator, Limits, Role, TokenFile, current_principal
-from gpuscale.common.security.authority import CertificateSubject, issue, read_pair, subject_of
+from gpuscale.common.security.certificate_authority import CertificateSubject, issue, read_pair, subject_of
 from gpuscale.common.security.tls import ServerTls
 from tests.support.cli import Ran, run_cli
 from tests.support.throwaway import Allocator, Served, serve

@@ -20,7 +20,7 @@ from gpuscale.api.autoscaler import v1 as api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.cli.commands import doctor, doctor_host, units
 from gpuscale.common.errors import UnauthenticatedError
-from gpuscale.common.security.authority import CertificateSubject, issue, make_authority
+from gpuscale.common.security.certificate_authority import CertificateSubject, issue, make_authority
 from gpuscale.testing import FakeServer
 from tests.support.cli import Ran, run_cli
 from tests.support.nvml_double import NvmlDouble, NvmlReturn, env_with_double

@@ -18,7 +18,7 @@ from pydantic import SecretStr
 
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common.config.settings import ProgramSettings
-from gpuscale.common.rpc import calls
+from gpuscale.common.rpc import limits
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.server import ServerOptions
 from gpuscale.common.security.auth import Authenticator
@@ -33,17 +33,17 @@ PING = 6
 Opened = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-LONGEST = calls.PATIENCE + calls.LOOK_PERIOD
+LONGEST = limits.PATIENCE + limits.LOOK_PERIOD
 """Seconds, before tests hurry them."""
 
 
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two minutes in four seconds, and counts from nothing."""
-    monkeypatch.setattr(calls.Connections, "cut", 0)
-    monkeypatch.setattr(calls.Connections, "short", 0)
-    monkeypatch.setattr(calls, "LOOK_PERIOD", 0.1)
-    monkeypatch.setattr(calls, "PATIENCE", 2.0)
+    monkeypatch.setattr(limits.Connections, "cut", 0)
+    monkeypatch.setattr(limits.Connections, "short", 0)
+    monkeypatch.setattr(limits, "LOOK_PERIOD", 0.1)
+    monkeypatch.setattr(limits, "PATIENCE", 2.0)
 
 
 async def connect(address: str, first: bytes = b"") -> Opened:
@@ -150,7 +150,7 @@ sys.stdin.read()
 async def test_a_flood_takes_its_share_only(
     tmp_path: Path, few_descriptors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calls, "PATIENCE", 3600.0)  # the share alone has to do it
+    monkeypatch.setattr(limits, "PATIENCE", 3600.0)  # the share alone has to do it
     async with guarded(tmp_path) as served:
         port = served.address.rpartition(":")[2]
         flood = await asyncio.create_subprocess_exec(
@@ -175,9 +175,9 @@ def test_a_socket_with_a_path_keeps_its_callers_and_who_has_more_than_a_share_lo
     few_descriptors: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the adapter and leases have there lasts: somebody else's connections must not end it."""
-    path, held = str(tmp_path / "agent.sock"), calls.Connections()
+    path, held = str(tmp_path / "agent.sock"), limits.Connections()
     held.vouched["unix:"] = 1  # gRPC's name for each of them
-    share = int(few_descriptors * calls.SHARE)
+    share = int(few_descriptors * limits.SHARE)
     with ExitStack() as stack:
         server = stack.enter_context(socket.socket(socket.AF_UNIX))
         server.bind(path)
@@ -189,10 +189,10 @@ def test_a_socket_with_a_path_keeps_its_callers_and_who_has_more_than_a_share_lo
                 ours[-1].connect(path)
                 stack.enter_context(server.accept()[0])
             monkeypatch.setattr(
-                calls, "_CREDENTIALS", SimpleNamespace(size=12, unpack=lambda _, u=uid: (1, u, u))
+                limits, "_CREDENTIALS", SimpleNamespace(size=12, unpack=lambda _, u=uid: (1, u, u))
             )
             held.look((), now)
-        held.look((), 2.0 + 2 * calls.PATIENCE)
+        held.look((), 2.0 + 2 * limits.PATIENCE)
         kept = share - 3 + 2
         assert [one.recv(1, socket.MSG_DONTWAIT) for one in ours[kept:-1]] == [b""] * 6
         for one in (*ours[:kept], ours[-1]):
@@ -248,7 +248,7 @@ def test_who_connects_to_a_socket_with_a_path_stays(tmp_path: Path) -> None:
         server.listen()
         with subprocess.Popen([sys.executable, "-c", code, path]) as other:
             opened, _ = server.accept()
-            held = calls.Connections()
+            held = limits.Connections()
             for now in (0.0, 100.0):
                 held.look((1,), now)
             opened.send(b"x")
@@ -259,7 +259,7 @@ def test_who_connects_to_a_socket_with_a_path_stays(tmp_path: Path) -> None:
 def test_a_look_needs_no_descriptor_and_notes_that_none_is_left(
     few_descriptors: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    held, kept = calls.Connections(), []
+    held, kept = limits.Connections(), []
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         ours = [socket.create_connection(("127.0.0.1", port)) for _ in range(3)]
@@ -290,7 +290,7 @@ async def test_half_a_request_to_the_dashboard_ends(monkeypatch: pytest.MonkeyPa
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})  # type: ignore[operator]
         await send({"type": "http.response.body"})  # type: ignore[operator]
 
-    held, port = calls.Connections(), free_port()
+    held, port = limits.Connections(), free_port()
     server = uvicorn.Server(
         uvicorn.Config(tracked_connections(slow, held), port=port, log_config=None, lifespan="off")
     )  # type: ignore[arg-type]
@@ -311,8 +311,8 @@ async def test_half_a_request_to_the_dashboard_ends(monkeypatch: pytest.MonkeyPa
 
 DASHBOARD = """
 import sys
-from gpuscale.common.rpc import calls
-calls.LOOK_PERIOD, calls.PATIENCE = 0.1, 1.0
+from gpuscale.common.rpc import limits
+limits.LOOK_PERIOD, limits.PATIENCE = 0.1, 1.0
 from gpuscale.dashboard.main import main
 sys.exit(main(["--gateway-address", "127.0.0.1:1", "--listen", sys.argv[1]]))
 """
@@ -354,10 +354,10 @@ def test_peers_are_the_same_however_they_are_written() -> None:
         "ipv6:[::ffff:10.0.0.1]:80": "10.0.0.1:80",
         "::1:80": "::1:80",
     }.items():
-        assert calls._key(said) == key
-    known = calls._plain.cache_info().misses
-    assert calls._key("ipv6:[::ffff:10.0.0.1]:81") == "10.0.0.1:81"
-    assert calls._plain.cache_info().misses == known, "with every look, for thousands"
+        assert limits._key(said) == key
+    known = limits._plain.cache_info().misses
+    assert limits._key("ipv6:[::ffff:10.0.0.1]:81") == "10.0.0.1:81"
+    assert limits._plain.cache_info().misses == known, "with every look, for thousands"
 
 
 def test_a_connection_without_an_identity_lasts_a_minute_at_most() -> None:

@@ -21,8 +21,8 @@ from gpuscale.autoscaler.app import serve as serve_autoscaler
 from gpuscale.autoscaler.settings import AutoscalerSettings
 from gpuscale.autoscaler.signals.prometheus import PrometheusSettings
 from gpuscale.common import errors
-from gpuscale.common.rpc.calls import Connections
 from gpuscale.common.rpc.channel import open_channel
+from gpuscale.common.rpc.limits import Connections
 from gpuscale.common.secrets import SecretUrl
 from gpuscale.common.store.store import Store
 from tests.support.allocator import Client

@@ -22,7 +22,7 @@ from gpuscale.common.rpc.server import ServerOptions
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.security import certificates, tls
 from gpuscale.common.security.auth import Authenticator
-from gpuscale.common.security.authority import read_pair
+from gpuscale.common.security.certificate_authority import read_pair
 from gpuscale.common.security.tls import ServerTls, server_credentials
 from gpuscale.gateway.main import serve as serve_gateway
 from gpuscale.gateway.settings import GatewaySettings

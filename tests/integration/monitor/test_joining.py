@@ -25,14 +25,14 @@ from gpuscale.api.types.v1 import options_pb2
 from gpuscale.cli.commands import hosts, joining
 from gpuscale.cli.commands.hosts import settings_text
 from gpuscale.common import errors
-from gpuscale.common.rpc import renewal
+from gpuscale.common.rpc import certificate_renewal
 from gpuscale.common.rpc.channel import ClientTls, open_channel
 from gpuscale.common.rpc.server import Server, ServerOptions
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.tasks import TaskScope
 from gpuscale.common.security import certificates, tls
 from gpuscale.common.security.auth import CALLER_KEY, Authenticator, Principal, Role, set_principal
-from gpuscale.common.security.authority import (
+from gpuscale.common.security.certificate_authority import (
     CertificateSubject,
     Signer,
     issue,
@@ -331,7 +331,7 @@ def agent(folder: Path) -> AgentSettings:
 async def test_a_host_joins_with_one_line_and_its_certificate_is_renewed_until_it_is_revoked(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(renewal, "LOOK_PERIOD", 0.05)
+    monkeypatch.setattr(certificate_renewal, "LOOK_PERIOD", 0.05)
     folder = tmp_path / "host"
     pair = folder / "state/host/host.pem"
     created = await site.as_admin("join-token", "create")
@@ -369,7 +369,7 @@ async def test_a_host_joins_with_one_line_and_its_certificate_is_renewed_until_i
     async with programs(agent=(serve_agent, agent(folder))):
         await eventually(online)
         assert pair.read_bytes() == first
-        monkeypatch.setattr(renewal, "RENEWED_AT", 0.0)
+        monkeypatch.setattr(certificate_renewal, "RENEWED_AT", 0.0)
         await eventually(lambda: pair.read_bytes() != first)
         assert await online()
         serial = x509.load_pem_x509_certificate(pair.read_bytes()).serial_number
@@ -389,12 +389,15 @@ async def test_a_certificate_that_has_expired_is_told_with_what_gets_another(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of a host, and of one of services: gRPC says that nothing answers, or the socket closed."""
-    own, authority = tmp_path / renewal.SERVICES_FILES[1], make_authority("gone")
+    own, authority = tmp_path / certificate_renewal.SERVICES_FILES[1], make_authority("gone")
     own.parent.mkdir()
     subject = CertificateSubject("gpu-7", uri="spiffe://gpuscale.local/gpuscale/agent/gpu-7")
     own.write_bytes(issue(authority, subject, 0.0).certificate.public_bytes(Encoding.PEM))
     async with grpc.aio.insecure_channel(f"127.0.0.1:{free_port()}") as fleet, TaskScope() as tasks:
-        for work in (renewal.renew_certificate(fleet, own, tmp_path), renewal.follow_fleet(fleet, tmp_path)):
+        for work in (
+            certificate_renewal.renew_certificate(fleet, own, tmp_path),
+            certificate_renewal.follow_fleet(fleet, tmp_path),
+        ):
             tasks.spawn("certificate", work)
         told = f"the certificate {own} has expired; for another, gpuscalectl join here with a token of: "
         lines = [f"{told}gpuscalectl join-token create {kind}--node gpu-7" for kind in ("", "--kind KIND ")]
@@ -542,7 +545,7 @@ async def test_only_gateways_that_joined_follow_the_files_of_the_fleet(site: Sit
         open_channel(site.fleet, tls=ClientTls(site.pki / "ca.crt", own, own)) as fleet,
         TaskScope() as tasks,
     ):
-        tasks.spawn("files", renewal.follow_fleet(fleet, place / "state/host"))
+        tasks.spawn("files", certificate_renewal.follow_fleet(fleet, place / "state/host"))
         await eventually(lambda: _days(own) < 8)
     assert await outcome(site.fleet, own, own) == "spiffe://gpuscale.local/gpuscale/gateway/edge"
     assert await outcome(site.gateway, own, own) == "UNIMPLEMENTED"
@@ -569,7 +572,7 @@ async def test_an_authority_is_kept_until_hosts_that_joined_have_left_it(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A host leaves it as soon as it has the new ca.crt; its stream, once open, would hide that it cannot come back."""
-    monkeypatch.setattr(renewal, "LOOK_PERIOD", 0.05)
+    monkeypatch.setattr(certificate_renewal, "LOOK_PERIOD", 0.05)
     folder, at = tmp_path / "host", ("--dir", str(site.pki))
     _, _, _, _, shown, *digest = (await site.as_admin("join-token", "create")).out.split()
     typed = ("join", site.gateway, "--token", shown, *digest, "--node", "gpu-7", "--dir", str(folder))

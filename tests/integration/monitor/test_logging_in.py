@@ -14,7 +14,7 @@ from gpuscale.api.monitor import v1 as api
 from gpuscale.client import FailedPreconditionError, UnavailableError, connect, connect_async, kept_login
 from gpuscale.common.rpc.channel import ClientTls
 from gpuscale.common.security import auth
-from gpuscale.common.security.authority import digest_of, read_pair
+from gpuscale.common.security.certificate_authority import digest_of, read_pair
 from gpuscale.monitor.fleet import join_servicer
 from tests.support.cli import Ran
 from tests.support.first_host import Site, first_host

@@ -8,7 +8,7 @@ import pytest
 
 from gpuscale.monitor.agent.nvml import NvmlSource
 from gpuscale.monitor.agent.nvml.field_values import GPM_METRICS, NVLINK_COUNT
-from gpuscale.monitor.agent.nvml.tick import METERS
+from gpuscale.monitor.agent.nvml.gpu_readings import METERS
 from gpuscale.monitor.model.readings import GPU_FIELDS, GpuSample, GpuState, ReadingStatus
 from tests.support.nvml_double import FIELD_IDS, NvmlDouble, NvmlReturn
 

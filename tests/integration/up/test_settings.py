@@ -11,7 +11,7 @@ from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.common.config.sources import Settings
 from gpuscale.common.errors import InvalidArgumentError
 from gpuscale.common.rpc.channel import open_channel
-from gpuscale.common.security.authority import make_authority
+from gpuscale.common.security.certificate_authority import make_authority
 from gpuscale.up.app import open_all
 from gpuscale.up.settings import load_all
 

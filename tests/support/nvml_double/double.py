@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpuscale.monitor.agent.nvml.field_values import GPM_METRICS, NVLINK
-from gpuscale.monitor.agent.nvml.tick import METERS, SLOW
+from gpuscale.monitor.agent.nvml.gpu_readings import METERS, SLOW
 from tests.support.nvml_double.build import library_folder, preload
 from tests.support.nvml_double.model import DoubleGpu, Rules
 

@@ -8,7 +8,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 
 from gpuscale.common import errors
 from gpuscale.common.security import certificates
-from gpuscale.common.security.authority import CertificateSubject, Pair, issue, make_authority
+from gpuscale.common.security.certificate_authority import CertificateSubject, Pair, issue, make_authority
 from gpuscale.common.security.certificates import CertificateCheck, first_to_end
 from tests.support.certificates import Authority
 

@@ -16,7 +16,7 @@ from joserfc.jwk import ECKey, RSAKey
 from gpuscale.common import errors
 from gpuscale.common.security import signed_tokens
 from gpuscale.common.security.auth import KeysNeededError, Limits, Principal, Role, TokenFile
-from gpuscale.common.security.authority import Signer, make_authority
+from gpuscale.common.security.certificate_authority import Signer, make_authority
 from tests.support.oidc import CLIENT, OidcProvider, oidc_provider
 
 

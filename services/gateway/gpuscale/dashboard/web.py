@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gpuscale.api.allocator.v1 import ListBookingsRequest
 from gpuscale.client import ClientTls, GpuscaleError, connect_async, read_token
 from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError
-from gpuscale.common.rpc.calls import Connections
+from gpuscale.common.rpc.limits import Connections
 from gpuscale.common.rpc.meter import ProgramMeter
 from gpuscale.common.rpc.server import ListenAddress, bind_error, check_exposure, parse_listen
 from gpuscale.common.runtime.tasks import SystemClock, TaskScope

@@ -96,7 +96,7 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
         forwarder, services = await stack.enter_async_context(open_gateway(settings))
         server.add_generic(forwarder, services)
         if settings.fleet_files_dir is not None:
-            from gpuscale.common.rpc.renewal import follow_fleet  # whose import takes 16 MB
+            from gpuscale.common.rpc.certificate_renewal import follow_fleet  # whose import takes 16 MB
 
             fleet = await stack.enter_async_context(settings.open_channel(settings.fleet_address))
             tasks = await stack.enter_async_context(TaskScope())

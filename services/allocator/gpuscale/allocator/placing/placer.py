@@ -34,8 +34,8 @@ from gpuscale.allocator.domain.power import PowerRoom
 from gpuscale.allocator.placing import refusal
 from gpuscale.allocator.placing.columns import Floats, Ints
 from gpuscale.allocator.placing.constraints import CODES, Obstacle, capacities
+from gpuscale.allocator.placing.explanation import Outlook, outlook
 from gpuscale.allocator.placing.index import Index
-from gpuscale.allocator.placing.outlook import Outlook, outlook
 from gpuscale.allocator.placing.policies import Demand
 
 Member = tuple[str, tuple[ReservedGpu, ...]]

@@ -12,7 +12,7 @@ from gpuscale.allocator.domain.architectures import GpuKind
 from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import Ask, Order, Pick, ReservedGpu
 from gpuscale.allocator.domain.ranking import Idleness, RankedNode, best_first, rank
-from gpuscale.allocator.placing.outlook import Outlook, remedies
+from gpuscale.allocator.placing.explanation import Outlook, remedies
 from gpuscale.allocator.placing.placer import Placer
 from gpuscale.allocator.placing.refusal import Reconsider, Refusal, RefusalKind
 from gpuscale.allocator.queueing.model import QueueObstacle

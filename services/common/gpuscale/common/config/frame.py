@@ -21,7 +21,7 @@ from typing import ClassVar, Literal, TypeVar
 import grpc
 
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, UnavailableError
-from gpuscale.common.rpc import audit, calls, channel, diagnosis, wrapped_channel
+from gpuscale.common.rpc import audit, channel, diagnosis, limits, wrapped_channel
 from gpuscale.common.rpc import meter as rpc_meter
 from gpuscale.common.rpc import server as rpc_server
 from gpuscale.common.runtime import lifecycle, logs, tasks
@@ -50,7 +50,7 @@ class ProgramFrame:
         server, port = rpc_server.bind_health(self.health_listen)
         await server.start()
         async with tasks.TaskScope() as scope:
-            scope.spawn("watch connections", calls.Connections().watch(port))
+            scope.spawn("watch connections", limits.Connections().watch(port))
             try:
                 yield
             finally:

@@ -30,7 +30,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from gpuscale.common import VERSION, errors, wire
-from gpuscale.common.rpc.calls import Connections, Refusals
+from gpuscale.common.rpc.limits import Connections, Refusals
 from gpuscale.common.rpc.meter import CallWatcher
 from gpuscale.common.rpc.status import REQUEST_ID_KEY, ROLE_KEY, VERSION_KEY, to_rpc_status
 from gpuscale.common.rpc.validation import quick_check_of, validate

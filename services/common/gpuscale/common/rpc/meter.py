@@ -18,7 +18,7 @@ import psutil
 
 from gpuscale.common.errors import GpuscaleError, ResourceExhaustedError
 from gpuscale.common.rpc.audit import COUNTED, AuditLog, granted_in, reads_on, resource_of
-from gpuscale.common.rpc.calls import Connections, RateLimits
+from gpuscale.common.rpc.limits import Connections, RateLimits
 from gpuscale.common.runtime.lifecycle import descriptor_limit
 from gpuscale.common.runtime.logs import call_id
 from gpuscale.common.runtime.metrics_text import Family, Histogram, MetricsPage, labels

@@ -19,8 +19,8 @@ import grpc
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, InvalidArgumentError
 from gpuscale.common.rpc import channel
 from gpuscale.common.rpc.audit import AuditLog, AuditOptions
-from gpuscale.common.rpc.calls import Connections, RateLimits
 from gpuscale.common.rpc.interceptor import Divert, Guards, GuardSettings, Handler, OpenCalls
+from gpuscale.common.rpc.limits import Connections, RateLimits
 from gpuscale.common.rpc.meter import CallMeter, CallWatcher
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.security.auth import Authenticator, Principal

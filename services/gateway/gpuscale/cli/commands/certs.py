@@ -21,8 +21,8 @@ from gpuscale.cli.grammar.parameters import option, repeated
 from gpuscale.common import secrets
 from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError
 from gpuscale.common.names import is_id
-from gpuscale.common.rpc import renewal
-from gpuscale.common.security import authority as pki
+from gpuscale.common.rpc import certificate_renewal
+from gpuscale.common.security import certificate_authority as pki
 from gpuscale.common.security import certificates as issued
 from gpuscale.common.security import followed
 
@@ -203,7 +203,7 @@ def renew_due(directory: Path, revoked_file: Path) -> None:
     try:
         with _using(directory):
             files = {one: directory / f"{one}.crt" for one in _names_in(directory)}
-            due = [one for one, file in files.items() if renewal.is_due(file)]
+            due = [one for one, file in files.items() if certificate_renewal.is_due(file)]
         _renew(directory, due, SERVICE_DAYS, revoked_file)
         if due:
             note(f"renewed the certificates {', '.join(due)}")

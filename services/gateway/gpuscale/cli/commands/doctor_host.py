@@ -40,7 +40,7 @@ from gpuscale.common.rpc.server import parse_listen
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.secrets import SecretUrl
 from gpuscale.common.security.auth import CALLER_KEY
-from gpuscale.common.security.authority import is_issued_by, subject_of
+from gpuscale.common.security.certificate_authority import is_issued_by, subject_of
 from gpuscale.common.security.followed import cause
 
 State = Literal["OK", "WARN", "FAIL"]

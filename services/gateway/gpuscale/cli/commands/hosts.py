@@ -52,7 +52,7 @@ from gpuscale.common.names import to_id
 from gpuscale.common.rpc import channel
 from gpuscale.common.runtime.lifecycle import stop_signals
 from gpuscale.common.secrets import SecretUrl, write_private
-from gpuscale.common.security import authority as issuing
+from gpuscale.common.security import certificate_authority as issuing
 from gpuscale.common.security import certificates
 
 GATEWAY_PORT = 7070

@@ -48,9 +48,9 @@ from gpuscale.cli.console.terminal import TYPED, note
 from gpuscale.cli.grammar.parameters import option, repeated
 from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError
 from gpuscale.common.names import node_name, to_id
-from gpuscale.common.rpc import channel, renewal
+from gpuscale.common.rpc import certificate_renewal, channel
 from gpuscale.common.secrets import write_private
-from gpuscale.common.security import authority as issuing
+from gpuscale.common.security import certificate_authority as issuing
 
 PROGRAMS = ("gpuscale-agent", "gpuscale-adapter")
 PROGRAMS_OF_SERVICES = ("gpuscale-allocator", "gpuscale-autoscaler", "gpuscale-gateway")
@@ -256,7 +256,7 @@ def _services_host(
     made = settings_of_services(folder, state, database.place(folder), known, min(own, len(known) - 1), place)
     programs = PROGRAMS_OF_SERVICES[-1:] if role == "gateway" else PROGRAMS_OF_SERVICES
     names = [name.removeprefix("gpuscale-") for name in programs]
-    files = [place / name for name in renewal.SERVICES_FILES]
+    files = [place / name for name in certificate_renewal.SERVICES_FILES]
     gateway = replace(trusting(session, f"127.0.0.1:{GATEWAY_PORT}", files[2]), dial_timeout=2.0)
     return JoiningHost(
         role=role,
@@ -330,9 +330,9 @@ def _get_certificate(session: Session, address: str, authority: Path, host: Join
             )
         with as_units_user():
             if host.of_services:
-                renewal.write_services_files(host.state / "host", answer, key)
+                certificate_renewal.write_services_files(host.state / "host", answer, key)
             else:
-                renewal.write_host_files(
+                certificate_renewal.write_host_files(
                     host.pair, host.authority, key, answer.certificate_pem, answer.authority_pem
                 )
 
@@ -349,7 +349,10 @@ def leave(session: Session, directory: Path | None) -> None:
     settings, state = directories(directory)
     of_gpus = (state / "host" / "host.pem").exists()
     programs = PROGRAMS if of_gpus else PROGRAMS_OF_SERVICES
-    own = [state / "host" / name for name in (("ca.crt", "host.pem") if of_gpus else renewal.SERVICES_FILES)]
+    own = [
+        state / "host" / name
+        for name in (("ca.crt", "host.pem") if of_gpus else certificate_renewal.SERVICES_FILES)
+    ]
     with as_units_user():
         kept = [file for file in own if file.exists()]
     if not kept:

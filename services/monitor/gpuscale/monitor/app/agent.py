@@ -151,7 +151,7 @@ async def serve(settings: AgentFrame, stop: asyncio.Event) -> None:
         if allocator is not None:
             server.add_generic(servicers.LeaseRelay(allocator), {servicers.ALLOCATOR_SERVICE})
         if settings.renew_certificate and fleet is not None and settings.cert_file and settings.ca_file:
-            from gpuscale.common.rpc.renewal import renew_certificate  # takes 16 MB
+            from gpuscale.common.rpc.certificate_renewal import renew_certificate  # takes 16 MB
 
             tasks = await stack.enter_async_context(TaskScope())
             tasks.spawn("agent certificate", renew_certificate(fleet, settings.cert_file, settings.ca_file))

@@ -15,7 +15,7 @@ from gpuscale.monitor.history.history import Tier
 from gpuscale.monitor.model.prometheus import HostLabel, Names
 
 if TYPE_CHECKING:
-    from gpuscale.common.security.authority import Signer
+    from gpuscale.common.security.certificate_authority import Signer
 
 
 class ExpositionSettings(ExpositionFrame, MetricsSettings):
@@ -197,7 +197,7 @@ class FleetSettings(ExpositionSettings, UpstreamSettings):
         """The signer of certificates; None without an authority. FailedPreconditionError if it cannot be loaded."""
         if self.authority_dir is None:
             return None
-        from gpuscale.common.security.authority import Signer  # takes 16 MB
+        from gpuscale.common.security.certificate_authority import Signer  # takes 16 MB
 
         return Signer(
             self.authority_dir,

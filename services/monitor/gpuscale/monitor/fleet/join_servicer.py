@@ -28,7 +28,7 @@ from gpuscale.internal.monitor import v1 as internal
 from gpuscale.monitor.fleet.nodes import Nodes
 
 if TYPE_CHECKING:
-    from gpuscale.common.security.authority import Signer
+    from gpuscale.common.security.certificate_authority import Signer
 
 
 class Joined:
@@ -250,7 +250,7 @@ class JoinServicer(api.JoinServiceServicer):
         if not token.node and (self._nodes.is_known(node) or node in self._joined):
             message = f"node {node} exists: forget it, or create a join token for it"
             raise errors.AlreadyExistsError(message, reason="NODE_EXISTS", metadata={"name": node_name(node)})
-        from gpuscale.common.security.authority import CertificateSubject
+        from gpuscale.common.security.certificate_authority import CertificateSubject
 
         if token.kind:
             # A host of services also gets the tokens and revocations.
@@ -410,7 +410,7 @@ class CertificateServicer(api.CertificateServiceServicer):
         if shown is not None:
             from cryptography import x509
 
-            from gpuscale.common.security.authority import CertificateSubject, subject_of
+            from gpuscale.common.security.certificate_authority import CertificateSubject, subject_of
 
             signer, old = must(self._signer), x509.load_pem_x509_certificate(shown)
             subject = subject_of(old)
@@ -446,7 +446,7 @@ class ServicesHostServicer(internal.ServicesHostServiceServicer):
         """Send certificates if asked for, then the files and each change of them."""
         from cryptography import x509
 
-        from gpuscale.common.security.authority import subject_of
+        from gpuscale.common.security.certificate_authority import subject_of
 
         signer, name = must(self._signer), current_principal().via
         shown = next(iter((context.auth_context() or {}).get("x509_pem_cert", ())), None)
@@ -473,7 +473,7 @@ class ServicesHostServicer(internal.ServicesHostServiceServicer):
 def _signed(
     signer: "Signer", what: str, name: str, hosts: Sequence[str], csr: bytes, days: float | None = None
 ) -> api.JoinResponse:
-    from gpuscale.common.security.authority import CertificateSubject
+    from gpuscale.common.security.certificate_authority import CertificateSubject
 
     uris = [signer.identity("gateway", name)]
     if what == "standby":

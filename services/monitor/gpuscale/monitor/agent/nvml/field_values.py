@@ -15,7 +15,7 @@ from typing import Any
 
 import pynvml
 
-from gpuscale.monitor.agent.nvml.queries import Failure, Queries, explain, raise_if_driver_gone
+from gpuscale.monitor.agent.nvml.calls import Failure, Queries, explain, raise_if_driver_gone
 from gpuscale.monitor.model.readings import ReadingStatus, RecoveryAction
 
 # Readings by name. Tests check that names and types fit the model.

@@ -16,9 +16,9 @@ from typing import TypeVar
 
 import pynvml
 
+from gpuscale.monitor.agent.nvml.calls import Queries, raise_if_driver_gone, source_error
 from gpuscale.monitor.agent.nvml.field_values import Activity
-from gpuscale.monitor.agent.nvml.queries import Queries, raise_if_driver_gone, source_error
-from gpuscale.monitor.agent.nvml.tick import FIRST_PARTS_SECONDS, SLOW_EVERY_SECONDS, NvmlDevice, Tick
+from gpuscale.monitor.agent.nvml.gpu_readings import FIRST_PARTS_SECONDS, SLOW_EVERY_SECONDS, NvmlDevice, Tick
 from gpuscale.monitor.agent.pci import Bus, find_gpus, pci_address, pci_place
 from gpuscale.monitor.agent.processes import ProcessNames
 from gpuscale.monitor.model.readings import (

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pynvml
 
-from gpuscale.monitor.agent.nvml.queries import Failure, KeptAnswer, Queries
+from gpuscale.monitor.agent.nvml.calls import Failure, KeptAnswer, Queries
 from gpuscale.monitor.model.readings import Absent, GpuState, ReadingStatus
 
 NOT_SUPPORTED = Failure(ReadingStatus.NOT_SUPPORTED, "Not Supported")

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as _autoscaler_api  # noqa: F401
 from gpuscale.common.errors import FailedPreconditionError, UnauthenticatedError
-from gpuscale.common.rpc import audit, calls
+from gpuscale.common.rpc import audit
+from gpuscale.common.rpc import limits as limiting
 from gpuscale.common.rpc.audit import (
     FILES_KEPT,
     LONGEST_RESOURCE,
@@ -22,7 +23,7 @@ from gpuscale.common.rpc.audit import (
     granted_in,
     resource_of,
 )
-from gpuscale.common.rpc.calls import BURST_SECONDS, RateLimits, Refusals
+from gpuscale.common.rpc.limits import BURST_SECONDS, RateLimits, Refusals
 from tests.support.waiting import eventually_sync
 
 RESERVE = "/gpuscale.api.allocator.v1.AllocatorService/Reserve"
@@ -180,7 +181,7 @@ def test_no_caller_gets_more_than_the_rate_and_one_burst(pauses: list[float]) ->
 
 
 def test_callers_beyond_the_limit_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "MOST_CALLERS", 2)
+    monkeypatch.setattr(limiting, "MOST_CALLERS", 2)
     limits = RateLimits(0.5)
     for caller in ("a", "b", "a", "c"):
         limits.take(caller, 0.0)

@@ -20,6 +20,7 @@ from typing import Any
 
 import pynvml
 
+from gpuscale.monitor.agent.nvml.calls import Failure, KeptAnswer, Queries
 from gpuscale.monitor.agent.nvml.field_values import (
     ECC,
     NVLINK,
@@ -32,7 +33,6 @@ from gpuscale.monitor.agent.nvml.field_values import (
     ask,
     find_links,
 )
-from gpuscale.monitor.agent.nvml.queries import Failure, KeptAnswer, Queries
 from gpuscale.monitor.agent.processes import ProcessNames
 from gpuscale.monitor.model.readings import GpuIdentity, GpuReading, ReadingStatus, RecoveryAction
 

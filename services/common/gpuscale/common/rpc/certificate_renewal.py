@@ -19,7 +19,7 @@ from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Backoff
 from gpuscale.common.secrets import write_private
 from gpuscale.common.security.auth import CALLER_KEY
-from gpuscale.common.security.authority import is_issued_by, key_pem, make_request
+from gpuscale.common.security.certificate_authority import is_issued_by, key_pem, make_request
 from gpuscale.common.security.certificates import read_certificate
 from gpuscale.internal.monitor import v1 as internal
 
