@@ -471,7 +471,8 @@ LISTS = [one for one in RPCS if one.startswith("List") and one not in MOVING]
 def test_a_list_has_pages_an_order_and_a_filter_and_its_names_are_those_to_get(
     world: World, method: str
 ) -> None:
-    for make in (world.watcher, world.policy, world.budget, world.target, world.booking, world.recording):
+    makers = world.watcher, world.policy, world.budget, world.target, world.booking, world.recording
+    for make in (*makers, world.backtest):
         make()
     bodies(world)["GetMetric"]()
     world.send("CreateJoinToken", {})
@@ -488,7 +489,7 @@ def test_a_list_has_pages_an_order_and_a_filter_and_its_names_are_those_to_get(
         pages += page
     assert pages == found
     if any(found):
-        assert listed(orderBy="name desc")[0] == sorted(found, reverse=True)
+        assert listed(orderBy="name desc", pageSize=1000)[0] == sorted(found, reverse=True)
         assert listed(filter=f'name = "{found[-1]}"')[0] == [found[-1]]
     assert world.status(method, {"filter": "nonsense = 1"}) == "INVALID_ARGUMENT"
     get = RPCS.get("Get" + re.sub("ies$", "y", method.removeprefix("List")).removesuffix("s"))
