@@ -195,9 +195,8 @@ class AllocatorStore:
         self, added: _Reservations, changed: _Reservations, begun: _Reservations, also: _Work, done: _Done
     ) -> None:
         """Start what `save` does, as `Store.begin`; `why` tells what `save` raises for the error that `done` gets."""
-        work = partial(self._save, self.beside(changed) if changed else None, added, changed, begun, also)
-        # After this turn: the writer would wake at once, to wait for the interpreter.
-        asyncio.get_running_loop().call_soon(self._store.begin, work, done)
+        beside = self.beside(changed) if changed else None
+        self._store.begin(partial(self._save, beside, added, changed, begun, also), done)
 
     def _save(
         self,
