@@ -3,7 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, nullcontext, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -134,11 +134,7 @@ async def open_parts(
         FailedPreconditionError: the stored state is damaged, inconsistent, or of another version.
         UnavailableError: the stored state is not available now, or the term is over.
     """
-    if (shared := settings.shared(term)) is None:
-        opened = open_store(settings.data_dir / DATABASE, clock.boot_id)
-    else:
-        opened = open_shared_store(*shared, clock.boot_id)
-    async with opened as store, TaskScope() as tasks:
+    async with _open_state(settings, clock, term) as store, TaskScope() as tasks:
         # State: reservations, ended reservations, the fleet.
         saved = await store.load()
         accounting = await _restore(saved, settings, store, clock)
@@ -235,6 +231,14 @@ def _eyes(
             changes.room(eased)
 
     return seen, renewed
+
+
+def _open_state(
+    settings: AllocatorSettings, clock: Clock, term: Term | None
+) -> AbstractAsyncContextManager[AllocatorStore]:
+    if (shared := settings.shared(term)) is None:
+        return open_store(settings.data_dir / DATABASE, clock.boot_id)
+    return open_shared_store(*shared, clock.boot_id)
 
 
 async def _restore(
