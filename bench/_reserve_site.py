@@ -38,10 +38,9 @@ class Site:
 
 
 def pin(index: int) -> None:
-    """Keep this process on one of the cores that it may use, where there are several."""
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) > 1:
-        os.sched_setaffinity(0, {cores[index]})
+    """Keep this process on one of the machine's cores, where there are several, whichever one its parent keeps to."""
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[index]})
 
 
 def cpu_seconds(pid: int) -> float:
