@@ -78,7 +78,7 @@ class AuditLog:
     def start(self) -> None:
         """Open the file and start the writer; raises FailedPreconditionError if it cannot be opened (reason AUDIT_FILE)."""
         try:
-            self._file = self._open()
+            self._file = self._current()
         except OSError as error:
             message = f"cannot write the audit log {self._options.file}: {error.strerror}"
             raise FailedPreconditionError(message, reason="AUDIT_FILE") from error
@@ -124,18 +124,15 @@ class AuditLog:
     def _current(self) -> TextIO:
         """The file; a new one where another program moved or removed it, as logrotate does."""
         file, path = self._file, self._options.file
-        if file is not None and path != STANDARD_OUTPUT:
+        if path == STANDARD_OUTPUT:
+            return file or os.fdopen(os.dup(1), "w", encoding="utf-8")
+        if file is not None:
             with suppress(FileNotFoundError):
                 if os.path.samestat(path.stat(), os.fstat(file.fileno())):
                     return file
             self._file = None
             file.close()
-        return self._file or self._open()
-
-    def _open(self) -> TextIO:
-        if self._options.file == STANDARD_OUTPUT:
-            return os.fdopen(os.dup(1), "w", encoding="utf-8")
-        descriptor = os.open(self._options.file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         return os.fdopen(descriptor, "a", encoding="utf-8")
 
 
