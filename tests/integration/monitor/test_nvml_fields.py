@@ -183,7 +183,7 @@ def test_bytes_over_links_are_asked_for_all_links_of_the_gpu(
 def test_what_is_not_supported_is_left_out_of_the_batch(nvml_double: NvmlDouble, source: NvmlSource) -> None:
     """And where nothing of a batch is supported, it is not asked at all."""
     nvml_double.gpus[0].mig_mode = None  # one that may be divided is asked again
-    for field_id in (82, 83):
+    for field_id in [key for field in METERS for key in field.keys if isinstance(key, int)]:
         del nvml_double.gpus[0].fields[field_id]
     read(nvml_double, source)
     asked = nvml_double.calls("nvmlDeviceGetFieldValues")

@@ -78,17 +78,7 @@ _IDLE, _BUSY = 5.0, 50.0
 _USED_BY_EACH_BYTES, _MOST_BUSY = 12 * GIB, 6
 
 
-_COUNTERS = (
-    "_count",
-    "_sent_bytes",
-    "_received_bytes",
-    "_per_second",
-    "_activity_percent",
-    "_occupancy_percent",
-    "_seconds",
-)
-_STEADY = readings.GpuReading(
-    **dict[str, Any]((name, 0) for name in readings.GPU_FIELDS if name.endswith(_COUNTERS)),
+_STEADY = readings.GpuReading(**dict[str, Any]((name, 0) for name in readings.GPU_FIELDS))._replace(
     memory_total_bytes=MEMORY_TOTAL_BYTES,
     memory_used_bytes=MEMORY_USED_BYTES,
     memory_free_bytes=MEMORY_TOTAL_BYTES - MEMORY_RESERVED_BYTES - MEMORY_USED_BYTES,
@@ -106,7 +96,6 @@ _STEADY = readings.GpuReading(
     bar1_used_bytes=GIB // 64,
     bar1_free_bytes=128 * GIB - GIB // 64,
     fan_speed_percent=30.0,
-    compute_mode=0,
     persistence_mode=True,
     ecc_mode=True,
     ecc_mode_pending=True,
@@ -114,8 +103,6 @@ _STEADY = readings.GpuReading(
     performance_state=8,
     throttle_reason_mask=1,
     processes=(),
-    encoder_utilization_percent=0.0,
-    decoder_utilization_percent=0.0,
     pcie_link_generation=4,
     pcie_link_width=16,
     retired_pages_pending=False,
@@ -123,7 +110,7 @@ _STEADY = readings.GpuReading(
     remapped_rows_failed=False,
     recovery_action=readings.RecoveryAction.NONE,
 )
-"""The readings that never change: no traffic, no errors."""
+"""The readings that never change; what is not named is 0: no traffic, no errors."""
 
 
 def simulated_uuid(node: str, index: int) -> str:
