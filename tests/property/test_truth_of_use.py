@@ -302,7 +302,7 @@ def true_bytes(one: Process) -> int:
 
 def granted(host: Host) -> Ledger:
     names = map(reservation, itertools.count())
-    ledger = Ledger(new_id=lambda: next(names).partition("/")[2])
+    ledger = Ledger(new_id=lambda _: next(names).partition("/")[2])
     for claim in host.claims:
         memory = None if host.whole else claim // MIB
         gpu = reserved(GPU, node=NODE, milli=1000 if host.whole else 250, memory=memory)
