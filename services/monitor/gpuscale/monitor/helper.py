@@ -122,11 +122,11 @@ def run_helper(given: "argparse.Namespace", opened: Opened) -> int:
         try:
             draft.unlink(missing_ok=True)
             listening.bind(str(draft))
+            draft.chmod(0o666)  # access is checked by SO_PEERCRED
+            listening.listen()
+            draft.replace(place)  # the socket appears only once it accepts connections
         except OSError as error:
             sys.exit(f"--socket: cannot listen on {place}: {error.strerror or error}")
-        draft.chmod(0o666)  # access is checked by SO_PEERCRED
-        listening.listen()
-        draft.replace(place)  # the socket appears only once it accepts connections
         _log.warning("serving user %d on %s", user, place)
         asyncio.run(_serve(listening, place, user, opened))
     return 0
