@@ -15,7 +15,7 @@ from gpuscale.common.wire import to_duration, to_token
 from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.fleet.record import to_node
-from gpuscale.monitor.health.checks import MOST_REPLAYS_PER_MINUTE, Event, HealthCheck, results
+from gpuscale.monitor.health.checks import HOLDS, MOST_REPLAYS_PER_MINUTE, Event, HealthCheck, results
 from gpuscale.monitor.health.events import Events, xid_finding
 from gpuscale.monitor.observing.health_servicer import (
     EVERY_SECONDS,
@@ -190,6 +190,9 @@ def test_what_a_check_compares_with_before_is_looked_at_twice_a_minute(site: Sit
     assert site.change(0, nvlink_active_count=2.0, pcie_replay_count=5.0 + 2 * MOST_REPLAYS_PER_MINUTE)
     pass_quietly(site, 2 * EVERY_SECONDS)
     assert checks_told(site) == {HealthCheck.NVLINK_DOWN, HealthCheck.PCIE_REPLAY}
+    assert site.change(0, nvlink_active_count=4.0)  # of a GPU that something was found of it is
+    pass_quietly(site, HOLDS[HealthCheck.NVLINK_DOWN].resolve_after)
+    assert checks_told(site) == {HealthCheck.PCIE_REPLAY}
 
 
 def test_nodes_that_came_together_are_looked_at_closely_in_turn(
@@ -218,7 +221,7 @@ def pass_quietly(site: Site, seconds: float) -> None:
 
 
 def checks_told(site: Site) -> set[HealthCheck]:
-    return {event.check for event in site.health.register.events.newest_first()}
+    return {event.check for event in site.health.register.events.lasting()}
 
 
 def test_a_mig_instance_shares_the_quarantine_of_its_gpu(site: Site) -> None:
