@@ -157,7 +157,7 @@ def test_a_request_that_differs_in_its_id_alone_is_translated_once_for_an_equal_
     fingerprint = wire.fingerprint(asked)
     asked.request_id = "A1"
     first = to_order(asked, ann, SETTINGS)
-    asked.request_id = "b2"
+    asked.request_id = "B2"
     again, another = (to_order(asked, one, SETTINGS) for one in (replace(ann), replace(ann, name="bob")))
     assert (first.request_id, first.owner, first.fingerprint) == ("a1", "ann", f"{fingerprint} ann")
     assert again == replace(first, request_id="b2")
