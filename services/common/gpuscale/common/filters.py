@@ -1,6 +1,6 @@
 """`filter` and `order_by` of List and Watch methods: a subset of AIP-160 and AIP-132, checked against the resource's type.
 
-    holder = "train" AND (gpus.node:"nodes/alpha" OR labels.team = "vision*") AND NOT state = LOST
+    holder = "train" AND (gpus.node:"alpha" OR labels.team = "vision*") AND NOT state = LOST
 
 A restriction is a field, an operator and a value. Operators are `=`, `!=`, `<`, `<=`, `>`, `>=`, and `:` for "has": an
 item in a list, a key in a map, a substring of a text; `field:*` tests presence. A leading or trailing `*` in a text is a
