@@ -1,6 +1,7 @@
 """ssh that a host turns away before it says who it is, as sshd does beyond its MaxStartups: for what a person sees live."""
 
 import os
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -56,13 +57,20 @@ def test_an_attached_run_tries_again_and_shows_what_ssh_asks(
     ids=["for-now", "always", "after-a-part", "for-another-reason"],
 )
 def test_logs_are_read_at_another_try(
-    times: int, then: str, code: int, tries: int, out: str, tmp_path: Path, capfd: Any
+    times: int, then: str, code: int, tries: int, out: str, tmp_path: Path, monkeypatch: Any, capfd: Any
 ) -> None:
+    def late(process: Any, source: Any, errors: bool) -> bytes:
+        time.sleep(0.1 * (errors and process.wait() > 0))  # all that it says is shown, even so
+        return reads(process, source, errors)
+
+    reads = over_ssh._next_of
+    monkeypatch.setattr(over_ssh, "_next_of", late)
     script = SSHD.format(log=tmp_path / "log", times=times, then=then)
     member = over_ssh.Member(0, "beta", ["sh", "-c", script])
     assert over_ssh.write_together([member], 1, in_turn=False) == [(code, bool(out))]
     assert (tmp_path / "log").read_text().count("\n") == tries
-    assert capfd.readouterr().out == out
+    shown = capfd.readouterr()
+    assert (shown.out, shown.err.count("\n")) == (out, tries - (code == 0))
 
 
 def test_who_follows_a_job_is_told_of_a_lost_connection_and_of_no_line_twice(

@@ -119,8 +119,9 @@ def write_together(
                 process, beginning = started[number], bytearray()
                 errors = _Errors(process, 2)
                 _copy(process, process.stdout, descriptor, prefix, failed, beginning)
-                began[number] = bool(beginning)
-                turned_away = process.wait() == SSH_FAILED and not beginning and errors.turned_away()
+                began[number], code = bool(beginning), process.wait()
+                # Asked of every end, since it waits for all that is said.
+                turned_away = not failed and errors.turned_away() and code == SSH_FAILED and not beginning
                 if not turned_away or not pause or start(["sleep", f"{pause:.3f}"]).wait():
                     return
                 started[number] = start(members[number].words)
