@@ -158,18 +158,20 @@ def test_the_payload_is_what_was_done(
         assert problems(ran) == [("endpoints/a", "FAILED_PRECONDITION")]
 
 
-@pytest.mark.parametrize("failing", ["", "b"])
+@pytest.mark.parametrize(
+    ("failing", "reason"), [("", ""), ("b", "NO_SUPERVISOR"), ("a", errors.UnavailableError.default_reason)]
+)
 def test_jobs_are_stopped_together_and_told_in_the_order_typed(
-    ctl: Any, monkeypatch: pytest.MonkeyPatch, failing: str
+    ctl: Any, monkeypatch: pytest.MonkeyPatch, failing: str, reason: str
 ) -> None:
-    """Each may take its ten seconds to end."""
+    """Each may take its ten seconds to end, even if nobody answers for one of them."""
     together = threading.Barrier(3, timeout=20)
 
     def found(_client: object, typed: str) -> Any:
         def stop() -> Any:
             together.wait()
             if typed == failing:
-                raise errors.UnavailableError("its host is away", reason="NO_SUPERVISOR")
+                raise errors.UnavailableError("its host is away", reason=reason)
             return type(canned.RESERVATION)(name=f"reservations/{typed}")
 
         return SimpleNamespace(stop=stop)

@@ -109,14 +109,16 @@ def say_each(
     """
     done: list[Done] = []
     failures: list[ExitCode] = []
+    fatal: list[GpuscaleError] = []  # raised once nothing is under way any more
 
     def attempt(what: "Callable[[Client, str], R]", client: "Client", name: str) -> "list[R]":
         try:
-            return [what(client, name)]
+            return [] if fatal else [what(client, name)]
         except GpuscaleError as error:
             if len(names) == 1 or error.reason in NOBODY:  # the other names would fail in the same way
-                raise
-            failures.append(report(error, name))
+                fatal.append(error)
+            else:
+                failures.append(report(error, name))
             return []
 
     try:
@@ -124,24 +126,27 @@ def say_each(
             if check is not None and len(names) > 1:
                 for name in names:
                     attempt(check, client, name)
-                if failures:
+                if failures and not fatal:
                     note("nothing was changed")
                     leave(failures[0])
             for of_one in each(partial(attempt, act, client), names):
                 done += of_one
+            if fatal:
+                raise fatal[0]
     except GpuscaleError as error:
         if not failures:
             raise
         report(error)
     finally:
-        if done:
-            _write(session.output, done, key if len(names) > 1 else "")
+        _write(session.output, done, key if len(names) > 1 else "")
     if failures:
         leave(failures[0])
 
 
 def _write(output: "Output", done: Sequence[Done], key: str) -> None:
-    """Write what was done; as data as a list of this key, or only the first without one."""
+    """Write what was done, if anything; as data as a list of this key, or only the first without one."""
+    if not done:
+        return
     if output.human:
         write_lines([one.line for one in done])
     elif output.format is Format.NAME:
