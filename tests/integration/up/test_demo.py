@@ -1,16 +1,20 @@
 """The demo: people hold GPUs and use them well or badly, endpoints scale, hosts and GPUs fail, the same for the same seed."""
 
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.client.client import AsyncClient
+from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.up.app import open_all
-from gpuscale.up.demo import BUILDS, ENDPOINTS, H100
-from gpuscale.up.demo_hosts import GIB, DemoHost, DemoProgram
+from gpuscale.up.demo import BUILDS, ENDPOINTS, H100, HABITS, live
+from gpuscale.up.demo_hosts import GIB, DemoHost, DemoProgram, DemoSite
 from gpuscale.up.settings import load_all
 from tests.support.waiting import eventually
 
@@ -40,6 +44,28 @@ def test_figures_of_a_gpu_follow_what_runs_on_it() -> None:
     for reading in (busy, idle):
         assert reading.memory_used_bytes + reading.memory_free_bytes == 80 * GIB - GIB // 2
         assert reading.memory_free_bytes > 0
+
+
+async def test_people_of_a_demo_that_starts_again_ask_anew() -> None:
+    """What they were granted in the same directory has ended, and their same requests would be refused."""
+
+    async def asked() -> set[str]:
+        found = set[str]()
+
+        async def reserve(request: allocator_api.ReserveRequest, timeout: float) -> None:
+            if len(found) == 3:
+                raise EOFError
+            found.add(request.request_id)
+            raise FailedPreconditionError("its grant has ended")
+
+        client = AsyncClient(channel, "")
+        vars(client)["allocator"] = SimpleNamespace(Reserve=reserve)
+        with suppress(EOFError):
+            await live(HABITS[0], DemoSite(BUILDS, 1e6), client, "1")
+        return found
+
+    async with open_channel("127.0.0.1:1") as channel:
+        assert not await asked() & await asked()
 
 
 async def test_the_fleet_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

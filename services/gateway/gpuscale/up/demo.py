@@ -63,7 +63,6 @@ async def live(habit: Habit, site: DemoSite, client: AsyncClient, seed: str) -> 
 
     await site.sleep(random.uniform(0.0, 0.05))
     while True:
-        request_id = str(UUID(int=random.getrandbits(128), version=4))
         lasts = random.uniform(*habit.lasts)
         with suppress(GpuscaleError):
             async with client.reserve(
@@ -72,7 +71,6 @@ async def live(habit: Habit, site: DemoSite, client: AsyncClient, seed: str) -> 
                 nodes=habit.nodes or list(site.hosts),
                 member_count=habit.members,
                 gang_strategy="pack" if habit.members else "",
-                request_id=request_id,
                 ttl=LEASE,
                 wait=PATIENCE,
                 tenant=habit.tenant,
