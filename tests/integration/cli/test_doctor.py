@@ -244,6 +244,12 @@ def damaged_fleet(host: Host) -> None:
         (sets("allocator", "data_dir", "{folder}/none"), "disk", "allocator data_dir", "FAIL"),
         (sets("allocator", "data_dri", "x"), "settings", "allocator", "FAIL"),
         (sets("gateway", "ca_file", "{folder}/none"), "certificate", "gateway ca_file", "FAIL"),
+        (
+            sets("allocator", "notify_ca_file", "{folder}/ca.crt"),
+            "certificate",
+            "allocator notify_ca_file",
+            "OK",
+        ),
         (open_token, "secret", "allocator token_file", "FAIL"),
         (sets("gateway", "fleet_address", "{free}"), "service", "gateway fleet_address", "FAIL"),
         (silent_upstream, "service", "gateway fleet_address", "FAIL"),

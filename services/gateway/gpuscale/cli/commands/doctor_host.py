@@ -263,7 +263,7 @@ def _life(subject: str, certificate: x509.Certificate, advice: str = _RENEW) -> 
 
 def authority_files(settings: Settings) -> Iterator[Diagnosis]:
     """Check the validity of the authorities that a program trusts."""
-    for _, subject, path in _files(settings, "ca_file", "tls_client_ca_file"):
+    for _, subject, path in _files(settings, "ca_file", "tls_client_ca_file", "notify_ca_file"):
         try:
             found = x509.load_pem_x509_certificates(path.read_bytes())
         except (OSError, ValueError) as error:
