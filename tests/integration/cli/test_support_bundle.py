@@ -13,6 +13,7 @@ from tests.support.ports import free_port
 
 SECRETS = {
     "database": "s3cret-of-the-database",
+    "query": "s3cret-of-its-client-key",
     "broker": "s3cret%2Fof-the-broker",
     "decoded": "s3cret/of-the-broker",
     "token": "s3cret-of-the-token",
@@ -35,7 +36,7 @@ def config(tmp_path: Path) -> Path:
 [allocator]
 data_dir = "{tmp_path}"
 fleet_address = "{nowhere}"
-database = "postgresql://me:{SECRETS["database"]}@{nowhere}/state"
+database = "postgresql://me:{SECRETS["database"]}@{nowhere}/state?sslpassword={SECRETS["query"]}"
 token_file = "{tmp_path}/node.token"
 tls_cert_file = "{tmp_path}/server.crt"
 tls_key_file = "{tmp_path}/server.key"

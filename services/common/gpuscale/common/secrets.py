@@ -89,9 +89,11 @@ class SecretUrl:
         """The whole URL with its secrets, only for the library that connects."""
         return self._text
 
-    def texts(self) -> tuple[str, str, str]:
-        """The URL and its password, as they are and percent-encoded: what a text must not have."""
-        return self._text, self.password.get_secret_value(), self._parts.password or ""
+    def texts(self) -> tuple[str, ...]:
+        """The URL and its passwords, as they are and percent-encoded: what a text must not have."""
+        of_query = [one.partition("=")[2] for one in self._parts.query.split("&") if "password=" in one]
+        encoded = (self._parts.password or "", *of_query)
+        return self._text, *encoded, *map(unquote, encoded)
 
     @property
     def scheme(self) -> str:
