@@ -49,12 +49,12 @@ def test_an_attached_run_tries_again_and_shows_what_ssh_asks(
 @pytest.mark.parametrize(
     ("times", "then", "code", "tries", "out"),
     [
-        (2, "echo line", 0, 3, "line\n"),
+        (2, "cat; echo line", 0, 3, "line\n"),
         (9, "echo line", 255, 5, ""),
         (0, f'echo line; echo "{WHY}" >&2; exit 255', 255, 1, "line\n"),
         (0, "echo no key >&2; exit 255", 255, 1, ""),
     ],
-    ids=["for-now", "always", "after-a-part", "for-another-reason"],
+    ids=["for-now-and-reads-nothing", "always", "after-a-part", "for-another-reason"],
 )
 def test_logs_are_read_at_another_try(
     times: int, then: str, code: int, tries: int, out: str, tmp_path: Path, monkeypatch: Any, capfd: Any

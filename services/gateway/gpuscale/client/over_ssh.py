@@ -107,6 +107,8 @@ def write_together(
 
         def start(words: list[str]) -> "subprocess.Popen[bytes]":
             process = stack.enter_context(_started(words, None, inherit=False))
+            if process.stdin:
+                process.stdin.close()  # a profile may read it
             on_start(process)
             return process
 
