@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.cli.commands import logs
 from gpuscale.common import errors
@@ -159,27 +160,36 @@ def test_the_payload_is_what_was_done(
 
 
 @pytest.mark.parametrize(
-    ("failing", "reason"), [("", ""), ("b", "NO_SUPERVISOR"), ("a", errors.UnavailableError.default_reason)]
+    ("failing", "error", "code"),
+    [
+        ("", Exception(), OK),
+        ("b", errors.UnavailableError("its host is away", reason="NO_SUPERVISOR"), UNAVAILABLE),
+        ("a", errors.UnavailableError("nobody answers"), UNAVAILABLE),
+        ("a", KeyboardInterrupt(), INTERRUPTED),
+    ],
 )
 def test_jobs_are_stopped_together_and_told_in_the_order_typed(
-    ctl: Any, monkeypatch: pytest.MonkeyPatch, failing: str, reason: str
+    ctl: Any, monkeypatch: pytest.MonkeyPatch, failing: str, error: BaseException, code: int
 ) -> None:
     """Each may take its ten seconds to end, even if nobody answers for one of them."""
     together = threading.Barrier(3, timeout=20)
+    asked = allocator_api.GetReservationRequest(name=canned.RESERVATION.name)
 
-    def found(_client: object, typed: str) -> Any:
+    def found(client: Any, typed: str) -> Any:
         def stop() -> Any:
             together.wait()
             if typed == failing:
-                raise errors.UnavailableError("its host is away", reason=reason)
+                raise error
+            while code == INTERRUPTED:  # until the client is closed, which is told as no error of theirs
+                client.allocator.GetReservation(asked)
             return type(canned.RESERVATION)(name=f"reservations/{typed}")
 
         return SimpleNamespace(stop=stop)
 
     monkeypatch.setattr(logs, "find", found)
     ran = ctl("stop", "job", "a", "b", "c", "-o", "name")
-    names = [f"reservations/{one}" for one in "abc" if one != failing]
-    assert (ran.code, ran.out.split()) == (UNAVAILABLE if failing else OK, names)
+    names = [f"reservations/{one}" for one in "abc" if one != failing and code != INTERRUPTED]
+    assert (ran.code, ran.out.split(), "closed" in ran.err) == (code, names, False)
 
 
 def test_the_first_failure_is_the_exit_code(

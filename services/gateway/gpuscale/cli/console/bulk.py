@@ -14,7 +14,7 @@ from gpuscale.cli.console.errors import ExitCode, leave, report
 from gpuscale.cli.console.terminal import ask, note, write_lines
 from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.nouns import full_name
-from gpuscale.common.errors import GpuscaleError, InvalidArgumentError
+from gpuscale.common.errors import CancelledCallError, GpuscaleError, InvalidArgumentError
 
 if TYPE_CHECKING:
     from gpuscale.cli.console.output import Output
@@ -115,7 +115,8 @@ def say_each(
         try:
             return [] if fatal else [what(client, name)]
         except GpuscaleError as error:
-            if len(names) == 1 or error.reason in NOBODY:  # the other names would fail in the same way
+            # The other names would fail in the same way; and Ctrl-C closes the client.
+            if len(names) == 1 or error.reason in NOBODY or isinstance(error, CancelledCallError):
                 fatal.append(error)
             else:
                 failures.append(report(error, name))
