@@ -183,16 +183,26 @@ def test_a_table_of_all_gpus_is_looked_at_at_once(site: Site) -> None:
 
 def test_what_a_check_compares_with_before_is_looked_at_twice_a_minute(site: Site) -> None:
     """No change of links is looked at for itself. Packets sent again count from the last look, however long all was as before."""
-    one = gpu("GPU-1")
-    one.reading.nvlink_active_count, one.reading.pcie_replay_count = 4, 5
-    site.send(one)
+    gpus = gpu("GPU-1"), gpu("GPU-2")
+    for one in gpus:
+        one.reading.nvlink_active_count, one.reading.pcie_replay_count = 4, 5
+    site.send(*gpus)
     pass_quietly(site, 20 * EVERY_SECONDS)
-    assert site.change(0, nvlink_active_count=2.0, pcie_replay_count=5.0 + 2 * MOST_REPLAYS_PER_MINUTE)
+    assert site.change(0, nvlink_active_count=2.0)
+    assert site.change(1, pcie_replay_count=5.0 + 2 * MOST_REPLAYS_PER_MINUTE)
     pass_quietly(site, 2 * EVERY_SECONDS)
     assert checks_told(site) == {HealthCheck.NVLINK_DOWN, HealthCheck.PCIE_REPLAY}
     assert site.change(0, nvlink_active_count=4.0)  # of a GPU that something was found of it is
     pass_quietly(site, HOLDS[HealthCheck.NVLINK_DOWN].resolve_after)
     assert checks_told(site) == {HealthCheck.PCIE_REPLAY}
+
+
+def test_a_gpu_that_something_is_found_of_is_looked_at_with_every_change(site: Site) -> None:
+    """So that what lasts is told when its patience is over, and not at the next turn of all GPUs."""
+    site.send(gpu("GPU-1"))
+    assert site.change(0, throttle_reason_mask=float(0x40))
+    pass_quietly(site, HOLDS[HealthCheck.THERMAL_SLOWDOWN].raise_after)
+    assert checks_told(site) == {HealthCheck.THERMAL_SLOWDOWN}
 
 
 def test_nodes_that_came_together_are_looked_at_closely_in_turn(
