@@ -21,6 +21,7 @@ from gpuscale.autoscaler.adapters.engine import (
     WorkerLife,
 )
 from gpuscale.autoscaler.adapters.journal import Journal, JournalRecord, Phase
+from gpuscale.autoscaler.adapters.steps import KILLED
 from gpuscale.autoscaler.domain.replicas import Goal, ReplicaReport, ReplicaState
 from gpuscale.common.runtime.tasks import TaskScope
 from tests.support.clock import LoopClock, ManualClock
@@ -91,6 +92,7 @@ async def test_a_drain_that_is_over_between_two_looks_at_the_clock_is_ended_at_o
         crew.apply([desired(goal=Goal.STOP, drain=5.0)])
         await eventually(lambda: bool(engine.of(Kill)))
         assert asyncio.get_running_loop().time() - began < 5.5
+        assert (await state(crew, ReplicaState.STOPPED)).reason == KILLED
 
 
 async def test_what_is_about_to_start_when_all_are_to_end_does_not_start(
