@@ -12,7 +12,7 @@ from gpuscale.common.wire import to_duration
 from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.monitor.history.history import History, Tier, metrics_of, most_bytes, shorter
 from gpuscale.monitor.history.ring import Point
-from gpuscale.monitor.model.metrics import ABSENT, GPU_METRICS
+from gpuscale.monitor.model.metrics import ABSENT, GPU_METRICS, Metric
 from gpuscale.monitor.observing.samples import SampleObserver, gpu_sample
 from gpuscale.monitor.recording import RecordingOrder, Recordings, Target
 from gpuscale.monitor.wire import Change, Picture
@@ -20,7 +20,10 @@ from gpuscale.monitor.wire import Change, Picture
 NODES = ("alpha", "beta")
 TIERS = (Tier(1.0, 60.0), Tier(10.0, 300.0), Tier(60.0, 7_200.0))
 WIDTH = len(GPU_METRICS)
-FIELDS = ("utilization_percent", "power_watts", "memory_used_bytes", "memory_total_bytes", "sm_clock_mhz")
+FIELDS = (
+    *(one.name.lower() for one in GPU_METRICS if one is not Metric.MEMORY_USED_PERCENT),
+    "memory_total_bytes",
+)
 NUMBERS = {name: types_api.GpuReading.DESCRIPTOR.fields_by_name[name].number for name in (*FIELDS, "age")}
 UNKNOWN = 1_000
 """A field of GpuReading that only later versions know."""
