@@ -20,7 +20,7 @@ from gpuscale.cli.console.terminal import TYPED, folded, write_lines
 from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.parameters import local_text
 from gpuscale.cli.views.allocator import JOB_MEMBERS, JOBS, RESERVATIONS, STANDINGS
-from gpuscale.cli.views.autoscaler import ADAPTERS, ENDPOINTS, REPLICAS
+from gpuscale.cli.views.autoscaler import ADAPTERS, ENDPOINTS, REPLICAS, RULES
 from gpuscale.cli.views.monitor import AUDIT, HEALTH, RECORDED_GPUS
 from gpuscale.client.states import estimate
 
@@ -324,6 +324,14 @@ def test_only_the_wide_table_says_what_an_adapter_can_do() -> None:
     assert column.wide
     assert column.cell(api.Adapter(name="adapters/ray", capabilities=can)) == "gives gpus, drains"
     assert column.cell(api.Adapter(name="adapters/ray")) == "-"
+
+
+def test_what_a_rule_does_is_told_as_json_writes_it() -> None:
+    """Periods of a schedule were told as Python writes them."""
+    periods = [api.ScheduleRule.Period(weekdays=[1, 2], start="08:00", end="18:00")]
+    [column] = [one for one in RULES.columns if one.heading == "DOES"]
+    shown = column.cell(api.EndpointRule(rule=api.Rule(schedule=api.ScheduleRule(periods=periods))))
+    assert shown == 'schedule: periods=[{"weekdays": [1, 2], "start": "08:00", "end": "18:00"}]'
 
 
 def test_what_will_be_taken_away_says_when_and_why() -> None:

@@ -1,5 +1,6 @@
 """Endpoints with their replicas, rules and decisions; queue watchers, adapters and reported metrics; presets and backtests."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -167,7 +168,8 @@ def _does(one: api.EndpointRule) -> str:
     for field in message.DESCRIPTOR.fields:
         if field.enum_type is not None and field.json_name in fields:
             fields[field.json_name] = word(message, field.name)
-    return f"{kind}: " + ", ".join(f"{name}={value}" for name, value in fields.items())
+    texts = {name: one if isinstance(one, str) else json.dumps(one) for name, one in fields.items()}
+    return f"{kind}: " + ", ".join(f"{name}={one}" for name, one in texts.items())
 
 
 RULES = View[api.EndpointRule](
