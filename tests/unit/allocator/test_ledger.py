@@ -7,7 +7,7 @@ from base64 import urlsafe_b64decode
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 from unittest.mock import AsyncMock
 
 import pytest
@@ -105,13 +105,9 @@ async def test_a_page_of_a_holder_a_gpu_or_a_node_looks_at_nothing_else(wanted: 
 async def test_a_holder_is_kept_alive_without_a_look_at_others() -> None:
     for count in (100, 3000):
         records, made = counted(count, holders=count // 2)
-        changes, clock = (
-            SimpleNamespace(change=AsyncMock(return_value=None)),
-            SimpleNamespace(now=lambda: NOW),
-        )
-        leases = Leases(
-            records.ledger, cast("Any", changes), records.archive, cast("Any", clock), records.tokens
-        )
+        changes: Any = SimpleNamespace(change=AsyncMock(return_value=None))
+        clock: Any = SimpleNamespace(now=lambda: NOW)
+        leases = Leases(records.ledger, changes, records.archive, clock, records.tokens)
         renewed = await leases.keep_alive([], "h4", Principal("ann", Role.OPERATOR, "user"))
         assert [one.lease.id for one in renewed] == [
             one.id for one in made if one.holder == "h4" and one.live

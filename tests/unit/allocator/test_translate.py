@@ -54,10 +54,8 @@ def test_a_lease_is_told_to_the_nanosecond_and_its_end_by_the_wall_clock() -> No
     message = answers.from_reservation(one, NOW + 20.25, WALL)
     assert (message.fence, dict(message.labels)) == (1, {"job": "x"})
     assert (message.owner, message.holder, message.request_id) == ("ann", "job", one.request_id)
-    assert (message.state, message.policy) == (
-        message.STATE_ACTIVE,
-        api.PlacementPolicy.PLACEMENT_POLICY_SPREAD,
-    )
+    assert message.state == message.STATE_ACTIVE
+    assert message.policy == api.PlacementPolicy.PLACEMENT_POLICY_SPREAD
     assert (message.priority, message.preemptible) == (7, True)
     assert (message.ttl.seconds, message.ttl.nanos) == (60, 500_000_000)
     assert (message.remaining.seconds, message.remaining.nanos) == (40, 250_000_000)

@@ -57,11 +57,8 @@ def test_an_agent_that_runs_without_its_settings_has_all_their_fields() -> None:
     assert get_type_hints(AgentFrame) | {"section": None} == fields | {"section": None}
 
 
-@pytest.mark.parametrize(
-    ("name", "why"), [("nowhere/s", "No such file"), ("x" * 107, "too long"), ("folder", "Is a directory")]
-)
+@pytest.mark.parametrize(("name", "why"), [("a/s", "No such"), ("x" * 107, "too long"), ("", "a directory")])
 def test_a_helper_says_why_it_cannot_listen(tmp_path: Path, name: str, why: str) -> None:
-    (tmp_path / "folder").mkdir()
     given = Namespace(agent_user="0", socket=tmp_path / name)
     with pytest.raises(SystemExit, match=f"--socket: cannot listen on {given.socket}: .*{why}"):
         run_helper(given, nullcontext)
