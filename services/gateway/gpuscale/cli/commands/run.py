@@ -108,8 +108,8 @@ def run(
     needs gpuscale and the same directory.
 
     Processes that the command leaves running are stopped before the GPUs are released. The exit code is the command's, or
-    128 plus the signal that ended it. Signals are forwarded, but SIGINT and SIGQUIT not in the foreground of a terminal,
-    whose Ctrl-C reaches the command itself; on another host, signals that end ssh stop the command.
+    128 plus the signal that ended it. Signals are forwarded, except SIGINT and SIGQUIT in the foreground of a
+    terminal, whose Ctrl-C reaches the command itself; on another host, signals that end ssh stop the command.
     With --record and -o json or yaml, the standard output of the command goes to standard error.
 
     With --members, each member runs the command on its node, with its own GPUs, NODE_RANK, NNODES, MASTER_ADDR and
