@@ -235,7 +235,7 @@ class Job:
 
         Raises:
             FailedPreconditionError: it is queued (JOB_WAITING), or a node has no output of it (NO_OUTPUT).
-            UnavailableError: a node cannot be reached (NO_SUPERVISOR).
+            UnavailableError: a node cannot be reached (NO_SUPERVISOR), or the connection was lost (CONNECTION_LOST).
         """
         reading = _Reading(self, follow=follow)
         with reading, reading.source:
@@ -302,7 +302,7 @@ class Job:
         for member, (code, began) in zip(members, read, strict=True):
             if began and code == over_ssh.SSH_FAILED:
                 raise UnavailableError(
-                    f"the connection to {member.node} ended while {found.name} was read, which does not depend on it",
+                    f"the connection to {member.node} ended while {found.name} was read; the job does not depend on it",
                     reason="CONNECTION_LOST",
                 )
             if code:
