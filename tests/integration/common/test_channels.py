@@ -127,7 +127,7 @@ async def channel(pair: Pair) -> AsyncIterator[grpc.aio.Channel]:
         yield opened
 
 
-def get(channel: grpc.aio.Channel, seconds: float = 60.0) -> Any:
+def get(channel: grpc.aio.Channel | grpc.Channel, seconds: float = 60.0) -> Any:
     stub: Any = allocator_api.AllocatorServiceStub(channel)
     return stub.GetReservation(GET, timeout=seconds)
 
@@ -152,6 +152,12 @@ async def test_a_server_that_is_gone_is_passed_over(pair: Pair, channel: grpc.ai
     async with open_channel(pair.addresses) as fresh:
         await get(fresh)
     await get(channel)
+
+    def call() -> None:
+        with open_sync_channel(pair.addresses) as fresh:
+            get(fresh)
+
+    await asyncio.to_thread(call)
 
 
 async def test_a_call_under_way_when_its_server_dies_is_not_made_again(
