@@ -417,12 +417,11 @@ def _not_there(
         else ""
     )
     if code == NO_FOLDER:
-        end = end or (
-            f". If `run -d` started it, its owner {found.owner} ({found.holder}) finds it until 14 days after its end, unless that"
-            f" host was wiped, and admins see its last lines in `gpuscalectl get job {job} -o yaml`; else it wrote to their terminal"
-        )
         return FailedPreconditionError(
-            f"{where}: nothing of it is kept there for this user{end}", reason="NO_OUTPUT"
+            f"{where}: nothing of it is kept there for this user. If `run -d` started it, its owner {found.owner} ({found.holder})"
+            " finds it until 14 days after its end, unless that host was wiped, and admins see its last lines in"
+            f" `gpuscalectl get job {job} -o yaml`; else it wrote to their terminal{end}",
+            reason="NO_OUTPUT",
         )
     ran = shlex.join(member.words[:-1])
     return UnavailableError(f"{where}: {ran} ended with {code}{end}", reason="NO_SUPERVISOR")
