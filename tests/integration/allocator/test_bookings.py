@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -172,6 +173,10 @@ async def test_what_nobody_claims_is_given_back_and_so_is_what_the_owner_release
         with pytest.raises(FailedPreconditionError) as closed:
             await ann.reserve(1, booking=never.name)
         assert closed.value.reason == "BOOKING_NOT_OPEN"
+        last = await book(ann, clock, at=16 * DAY)
+        clock.ahead += 15 * DAY
+        found = partial(ann.bookings.ListBookings, api.ListBookingsRequest(show_ended=True))
+        await eventually(found, lambda answer: [one.name for one in answer.bookings] == [last.name])
 
 
 async def test_a_claim_waits_for_the_start_and_a_step_of_the_clock_ends_no_lease(
@@ -218,12 +223,8 @@ async def test_a_booking_is_kept_while_the_allocator_is_away_over_its_start(
 async def test_everybody_sees_who_booked_what_and_only_its_owner_and_admins_change_it(
     tmp_path: Path, clock: MovedClock
 ) -> None:
-    async with callers(tmp_path, fleet(n0=2), "ann", "bob", "ada", "eve", clock=clock) as (
-        ann,
-        bob,
-        ada,
-        eve,
-    ):
+    names = "ann", "bob", "ada", "eve"
+    async with callers(tmp_path, fleet(n0=2), *names, clock=clock) as (ann, bob, ada, eve):
         made = await book(ann, clock, at=HOUR, name="a1")
         await book(bob, clock, at=HOUR, name="b1")
         page = await eve.bookings.ListBookings(api.ListBookingsRequest(filter="owner = ann"))
