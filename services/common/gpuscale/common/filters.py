@@ -52,9 +52,9 @@ def compile_filter(text: str, of: type[Message], field: str = "filter") -> Test:
 
 
 def required_texts(text: str, of: type[Message]) -> Mapping[str, str]:
-    """The texts, by the paths of their fields as written, that what meets a filter has; there may be more. Raises as `compile_filter`.
+    """The texts that fields must have to meet a filter, by their paths as written; there may be more. Raises as `compile_filter`.
 
-    An index may use them: what has others cannot meet the filter.
+    An index may use them: what has other texts there cannot meet the filter.
     """
     parser = _Parser(text, of, "filter")
     if text.strip():
