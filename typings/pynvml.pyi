@@ -1,4 +1,4 @@
-# ruff: noqa: A002, N801, N802, N803, N815, N816, PYI021, SLF001
+# ruff: noqa: A002, N801, N802, N803, N815, PYI021, SLF001
 """The part of nvidia-ml-py that the agent uses, with types: the package itself has none.
 
 For type checkers only; nothing here is installed. Units are NVML's: bytes, milliwatts, percent, MHz, degrees Celsius.
