@@ -472,10 +472,8 @@ def test_a_list_has_pages_an_order_and_a_filter_and_its_names_are_those_to_get(
     world: World, method: str
 ) -> None:
     makers = world.watcher, world.policy, world.budget, world.target, world.booking, world.recording
-    for make in (*makers, world.backtest):
-        make()
-    bodies(world)["GetMetric"]()
-    world.send("CreateJoinToken", {})
+    for make in (*makers, world.backtest, bodies(world)["GetMetric"], bodies(world)["GetJoinToken"]) * 2:
+        make()  # two of a kind, which are pages
 
     def listed(**fields: Any) -> tuple[list[str], str]:
         answer = world.send(method, fields)
@@ -484,7 +482,7 @@ def test_a_list_has_pages_an_order_and_a_filter_and_its_names_are_those_to_get(
 
     found, _ = listed(pageSize=1000)
     pages, token = listed(pageSize=1)
-    while token:
+    while token and len(pages) <= len(found):
         page, token = listed(pageSize=1, pageToken=token)
         pages += page
     assert pages == found
