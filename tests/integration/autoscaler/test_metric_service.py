@@ -29,8 +29,13 @@ async def report(
 
 
 async def listed(one: Autoscaler, parent: str = "") -> list[tuple[str, str, float]]:
-    found = await one.metrics.ListMetrics(api.ListMetricsRequest(parent=parent), timeout=TIMEOUT)
-    return [(item.name, item.value.metric, item.value.value) for item in found.metrics]
+    found, asked = list[api.ReportedMetric](), api.ListMetricsRequest(parent=parent, page_size=1)
+    for _ in range(99):
+        page = await one.metrics.ListMetrics(asked, timeout=TIMEOUT)
+        found, asked.page_token = [*found, *page.metrics], page.next_page_token
+        if not page.next_page_token:
+            break
+    return [(item.name, item.value.metric, item.value.value) for item in found]
 
 
 def of_replicas() -> api.Endpoint:
