@@ -11,7 +11,7 @@ import pytest
 from google.protobuf.field_mask_pb2 import FieldMask
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.state import store
+from gpuscale.autoscaler.servicers import endpoint_servicer
 from gpuscale.common.rpc.status import from_rpc_error
 from gpuscale.common.wire import seconds
 from tests.support.autoscaler_app import GREATER, TIMEOUT, Autoscaler, reason, running, scaling, step
@@ -115,7 +115,7 @@ async def test_rules_are_listed_in_the_order_in_which_they_are_read_and_filtered
     for number in range(9):
         await rules.autoscaler.create(scaling(name=f"e-{number}"))
     every, found, asked = await rules.list(), list[str](), api.ListRulesRequest(page_size=3)
-    looked_at = patch.object(store, "rule_changes", side_effect=store.rule_changes)
+    looked_at = patch.object(endpoint_servicer, "_views", side_effect=endpoint_servicer._views)
     while not found or asked.page_token:
         with looked_at as looks:
             page = await rules.stub.ListRules(asked, timeout=TIMEOUT)
