@@ -42,7 +42,7 @@ check: $(VENV)/.dev  ## lint, types, one-way doors, stale generated files
 	@$(MAKE) --no-print-directory --keep-going --output-sync --jobs=$(CORES) $(CHECKS:%=check-%)
 
 check-types:
-	$(BIN)/python -m mypy services addons/*/gpuscale_* tools/generate_api.py tools/check_breaking.py tools/check_public_types.py examples
+	$(BIN)/python -m mypy services addons/*/gpuscale_* tools/generate_api.py tools/check_breaking.py tools/check_public_types.py examples bench
 	MYPYPATH=tools $(BIN)/python -m mypy tools/generate_docs.py
 
 # Room for what pyright makes for a moment: a tenth of its time goes into copying that from one small room to the next.

@@ -20,7 +20,7 @@ import uvloop
 
 from bench._reserve_site import pin
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.domain.signals import QueueReading, QueueState
+from gpuscale.autoscaler.domain.signals import QueueReading, QueueState, noted
 from gpuscale.autoscaler.loop import reconciler
 from gpuscale.common.runtime.lifecycle import collecting_what_is_new
 from gpuscale.common.runtime.tasks import SystemClock
@@ -49,7 +49,7 @@ async def _serve(folder: Path, endpoints: int, tick: float, seconds: float, *, c
     clock = SystemClock()
     watchers = Queues(clock)
     watchers.period = tick if changing else 0.0
-    count, noted, evaluated = 0, reconciler.noted, asyncio.Event()
+    count, evaluated = 0, asyncio.Event()
 
     def counted(*arguments: Any) -> Any:
         nonlocal count

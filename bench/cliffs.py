@@ -48,15 +48,16 @@ from gpuscale.cli.console.lookup import NODES_MILLIS
 from gpuscale.cli.views.monitor import GPU_FIELDS
 from gpuscale.common.rpc.feed import MESSAGE_BYTES
 from gpuscale.common.rpc.server import registrations
+from gpuscale.common.runtime.metrics_text import MetricsPage
 from gpuscale.common.runtime.tasks import SystemClock
 from gpuscale.common.wire import to_duration
 from gpuscale.internal.monitor import v1 as internal
 from gpuscale.monitor.exposition.fleet import FleetPage
-from gpuscale.monitor.exposition.snapshots import Style
 from gpuscale.monitor.fleet.join_servicer import Joined
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.fleet.record import AgentStream
 from gpuscale.monitor.fleet.servicer import FleetServicer
+from gpuscale.monitor.model.prometheus import Style
 from tests.support.autoscaler_app import FakeWatchers, running, scaling
 from tests.support.monitor import serve
 
@@ -228,7 +229,11 @@ async def metrics(rounds: int) -> tuple[str, list[Cost]]:
         async with _busy_fleet(gpus // GPUS, index):
             page = FleetPage(index, list, SystemClock(), Style(many_nodes=True), gpus)
             before = time.process_time()
-            texts = [b"".join([chunk async for chunk in page.render()]) for _ in range(max(1, rounds // 5))]
+            texts = list[bytes]()
+            for _ in range(max(1, rounds // 5)):
+                scrape = MetricsPage()
+                await page.add(scrape)
+                texts.append(b"".join(scrape.chunks()))
             cpu = (time.process_time() - before) / len(texts)
         sizes = {BYTES: len(texts[0]) / 1e6, PACKED: len(zlib.compress(texts[0], 1)) / 1e6}
         costs.append(Cost(f"{gpus:,} GPUs", gpus, {CPU: 1e3 * cpu} | sizes))
@@ -462,7 +467,7 @@ async def _full_fleet(
         open_site("light", leases // GPUS, reports=reports) as site,
         grpc.aio.insecure_channel(site.address) as channel,
     ):
-        stub: api.AllocatorServiceAsyncStub = api.AllocatorServiceStub(channel)  # type: ignore[assignment]
+        stub: api.AllocatorServiceAsyncStub = api.AllocatorServiceStub(channel)
         held: list[api.Reservation] = []
         while len(held) < leases:
             asks = [_request() for _ in range(min(BATCH, leases - len(held)))]
@@ -486,11 +491,11 @@ async def _waiters(address: str, count: int) -> AsyncIterator[asyncio.Queue[floa
     channels = [
         grpc.aio.insecure_channel(address, options=OWN_CONNECTION) for _ in range(-(-count // A_CONNECTION))
     ]
-    stubs = [api.AllocatorServiceStub(channel) for channel in channels]
+    stubs: list[api.AllocatorServiceAsyncStub] = [api.AllocatorServiceStub(one) for one in channels]
     granted = asyncio.Queue[float]()
     standing = asyncio.Semaphore(0)
 
-    async def wait(stub: api.AllocatorServiceStub) -> None:
+    async def wait(stub: api.AllocatorServiceAsyncStub) -> None:
         first = True
         async for news in stub.ReserveAndWatch(api.ReserveAndWatchRequest(reserve=_request(HOUR))):
             if news.HasField("reservation"):

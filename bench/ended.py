@@ -124,4 +124,4 @@ def _rows(records: int) -> Iterator[dict[str, object]]:
             "request_id": str(uuid.uuid4()),
             "deadline_seconds": NOW + fence,
         }
-        yield row | {"lasting_sum": sealing.lasting_sum(row), "life_sum": sealing.life_sum(row)}
+        yield row | sealing.sums(row)
