@@ -16,7 +16,7 @@ import binascii
 import heapq
 import hmac
 from base64 import b64decode
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
@@ -27,7 +27,6 @@ from types import MappingProxyType
 
 from gpuscale.allocator.domain.jobs import JobMember
 from gpuscale.allocator.domain.model import (
-    LIVE,
     MOVABLE_LABEL,
     Order,
     Reservation,
@@ -102,8 +101,9 @@ class Ledger:
         """The reservations that hold GPUs, by id, including those not on disk yet."""
         self._by_request: dict[str, str] = {}
         self._ended: dict[str, None] = {}
-        self._by_fence: dict[str, tuple[list[tuple[int, str]], ...]] = {"": ([], [])}
-        """The ended, and the live: of each holder, and of all ("")."""
+        self._by_fence: dict[str, tuple[list[int], list[int]]] = {"": ([], [])}
+        """Fences, in their order, of the ended, and of the live: of each holder, and of all ("")."""
+        self._of_fence: dict[int, str] = {}
         self.use = Use()
         """What live reservations hold of GPUs and nodes; always current."""
         self._closing: dict[str, str] = {}  # why each ends
@@ -134,22 +134,22 @@ class Ledger:
             if gpu or node:
                 names = self.use.holders(gpu) if gpu else self.use.node(node).reservations
                 there = (one for one in map(self._live.get, names) if one and holder in {"", one.holder})
-                live = sorted((one.fence, one.id) for one in there)
+                live = sorted(one.fence for one in there)
             orders = (live, over) if ended else (live,)
-            starts = ((order, bisect_left(order, (after + 1, ""))) for order in orders)
-            places = sorted(place for order, at in starts for place in order[at : at + AT_ONCE])[:AT_ONCE]
-            if not places:
+            starts = ((order, bisect_right(order, after)) for order in orders)
+            fences = sorted(fence for order, at in starts for fence in order[at : at + AT_ONCE])[:AT_ONCE]
+            if not fences:
                 return
-            for fence, key in places:
-                one = kept.get(key)
-                if one is not None and one.fence == fence and one.state is not _PENDING:
+            for fence in fences:
+                one = kept.get(self._of_fence.get(fence, ""))
+                if one is not None and one.state is not _PENDING:
                     yield one
-            after = places[-1][0]
+            after = fences[-1]
 
     def live_since(self, fence: int) -> list[Reservation]:
         """The live reservations with higher fences, oldest first, including those not on disk yet."""
         _, order = self._by_fence[""]
-        return [self._live[key] for _, key in order[bisect_left(order, (fence + 1, "")) :]]
+        return [self._live[self._of_fence[one]] for one in order[bisect_right(order, fence) :]]
 
     def knows(self, reservation_id: str = "", request_id: str = "") -> bool:
         """Whether a reservation is in memory, by its id or its request id."""
@@ -392,11 +392,10 @@ class Ledger:
         if dropped is None:
             return
         del self._by_request[dropped.request_id]
-        place, live = (dropped.fence, dropped.id), dropped.live
+        del self._of_fence[dropped.fence]
         for holder in {"", dropped.holder}:
             orders = self._by_fence[holder]
-            at = bisect_left(orders[live], place)
-            del orders[live][orders[live].index(place, at, at + 1)]  # never another's: ValueError
+            _take_out(orders[dropped.live], dropped.fence)
             if holder and not any(orders):
                 del self._by_fence[holder]
         self._live.pop(one.id, None)
@@ -449,16 +448,24 @@ class Ledger:
             self._live[reservation.id] = reservation
         else:
             self._ended[reservation.id] = None
-        if before is None or before.fence != reservation.fence or not live:
+        fence = reservation.fence
+        if before is None or before.fence != fence or not live:
+            if before is not None:
+                del self._of_fence[before.fence]
+            self._of_fence[fence] = reservation.id
             for holder in {"", reservation.holder}:
-                orders = self._by_fence.setdefault(holder, ([], []))
+                orders = self._by_fence.get(holder) or self._by_fence.setdefault(holder, ([], []))
                 if before is not None:
-                    order, place = orders[before.state in LIVE], (before.fence, before.id)
-                    at = bisect_left(order, place)
-                    del order[order.index(place, at, at + 1)]  # never another's: ValueError
-                insort(orders[live], (reservation.fence, reservation.id))
+                    _take_out(orders[before.live], before.fence)
+                insort(orders[live], fence)
         self._deadlines.add(reservation.id, due_at(reservation))
         return reservation
+
+
+def _take_out(order: list[int], fence: int) -> None:
+    """Take a fence out of an order; ValueError if it is not there."""
+    at = bisect_left(order, fence)
+    del order[order.index(fence, at, at + 1)]
 
 
 def due_at(reservation: Reservation) -> float:
