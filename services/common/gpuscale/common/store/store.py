@@ -550,7 +550,10 @@ class Prepared:
         given = [{**self._constants, **row, **{name: bool(row[name]) for name in truths}} for row in rows]
         try:
             with raw(connection).cursor() as cursor:
-                cursor.executemany(text.encode(), given)
+                if len(given) == 1:  # a pipeline of one takes longer
+                    cursor.execute(text.encode(), given[0])
+                else:
+                    cursor.executemany(text.encode(), given)
                 return cursor.rowcount
         except IntegrityError as error:
             raise _refusal(error) from error
