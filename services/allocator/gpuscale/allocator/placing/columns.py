@@ -117,6 +117,7 @@ class FactsOfRows(GpuFacts):
 _NODE_FACTS = ("state", "node_cordoned", "cpu_free", "memory_free", "free_milli")
 _GPU_FACTS = tuple(one.name for one in fields(GpuFacts) if one.name != "node")
 """The arrays that hold them."""
+_OF_NODES, _OF_GPUS = attrgetter(*_NODE_FACTS), attrgetter(*_GPU_FACTS)
 
 
 class Row:
@@ -226,12 +227,13 @@ class Columns:
             if len(self._read) >= MOST_READ:
                 self._read.clear()
             gpus, count = self.gpus[at], len(self.gpus[at])
-            node = NodeFacts(*(getattr(self, name)[at].item() for name in _NODE_FACTS))
-            facts = zip(*(getattr(self, name)[at, :count].tolist() for name in _GPU_FACTS), strict=True)
+            node = NodeFacts(*[one.item(at) for one in _OF_NODES(self)])
+            facts = zip(*[one[at, :count].tolist() for one in _OF_GPUS(self)], strict=True)
             places: dict[str, list[int]] = {}
             for column, gpu in enumerate(gpus):
-                for uuid in filter(None, (gpu.uuid, gpu.parent)):
-                    places.setdefault(uuid, []).append(column)
+                places.setdefault(gpu.uuid, []).append(column)
+                if gpu.parent:
+                    places.setdefault(gpu.parent, []).append(column)
             row = self._read[at] = Row(
                 node, _build(self.nodes[at], gpus), [GpuFacts(node, *one) for one in facts], places
             )
