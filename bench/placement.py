@@ -39,6 +39,7 @@ from bench._traces import (
     with_watts,
 )
 from gpuscale.allocator.domain.model import Ask, Policy
+from gpuscale.common.runtime.lifecycle import collecting_what_is_new
 
 MARKS = (0.9, 1.0, 1.3)
 OFFERED = 0.95
@@ -168,16 +169,17 @@ def decisions(policy: Policy) -> tuple[float, float, float]:
             held.append((name, ask))
             allocated += demand(ask)
     took: list[float] = []
-    start = time.process_time()
-    for _ in range(DECISIONS):
-        held.rotate(chance.randrange(64))
-        cluster.give_back(*held.popleft())
-        ask, before = chance.choice(asks), time.process_time()
-        name = cluster.take(ask)
-        took.append(1000 * (time.process_time() - before))
-        if name:
-            held.append((name, ask))
-    rate = DECISIONS / (time.process_time() - start)
+    with collecting_what_is_new():  # as in every program of ours
+        start = time.process_time()
+        for _ in range(DECISIONS):
+            held.rotate(chance.randrange(64))
+            cluster.give_back(*held.popleft())
+            ask, before = chance.choice(asks), time.process_time()
+            name = cluster.take(ask)
+            took.append(1000 * (time.process_time() - before))
+            if name:
+                held.append((name, ask))
+        rate = DECISIONS / (time.process_time() - start)
     return statistics.median(took), statistics.quantiles(took, n=100)[98], rate
 
 
