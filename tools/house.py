@@ -136,7 +136,7 @@ def measure() -> list[Figure]:
     files = python_files(SERVICES)
     found = asyncio.run(traces())
     return [
-        Figure("hand-written lines under services/", lines(files), 86_039, 60_000),
+        Figure("hand-written lines under services/", lines(files), 86_051, 60_000),
         Figure("files under services/", len(files), 375, 380),
         Figure("files from the wire to the disk: Reserve", len(found["Reserve"]), 24, 20),
         Figure("files from the wire to the disk: Renew", len(found["Renew"]), 19, 12),
@@ -145,8 +145,8 @@ def measure() -> list[Figure]:
         Figure("private helpers used once, % of functions", helpers_used_once(), 8.0, 8),
         Figure("circles of folders in a room", folder_circles(), 0, 0),
         Figure("class names that exist twice", classes_twice(), 9, 10),
-        Figure("lines of tests", lines(python_files(ROOT / "tests")), 82_889, 55_000),
-        Figure("words of hand-written docs", words(), 39_863, 40_000),
+        Figure("lines of tests", lines(python_files(ROOT / "tests")), 82_914, 55_000),
+        Figure("words of hand-written docs", words(), 39_926, 40_000),
     ]
 
 
