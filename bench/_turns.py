@@ -11,6 +11,7 @@ belongs to the row's name. Shown are the medians, and the median of the ratios t
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import statistics
 import subprocess
@@ -107,8 +108,14 @@ def _figure(before: Sequence[float], after: Sequence[float]) -> str:
 
 def _run(checkout: Path, name: str, arguments: Sequence[str]) -> str:
     python = checkout / ".venv" / "bin" / "python"
+    own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # each its own modules
     ran = subprocess.run(
-        [python, "-m", "bench", name, *arguments], cwd=checkout, capture_output=True, text=True, check=False
+        [python, "-m", "bench", name, *arguments],
+        cwd=checkout,
+        env=own,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if ran.returncode:
         sys.exit(f"{checkout}: bench {name} ended with {ran.returncode}:\n{ran.stderr[-2000:]}")
