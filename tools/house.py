@@ -136,7 +136,7 @@ def measure() -> list[Figure]:
     files = python_files(SERVICES)
     found = asyncio.run(traces())
     return [
-        Figure("hand-written lines under services/", lines(files), 86_051, 60_000),
+        Figure("hand-written lines under services/", lines(files), 86_050, 60_000),
         Figure("files under services/", len(files), 375, 380),
         Figure("files from the wire to the disk: Reserve", len(found["Reserve"]), 24, 20),
         Figure("files from the wire to the disk: Renew", len(found["Renew"]), 19, 12),

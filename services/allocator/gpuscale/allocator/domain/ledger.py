@@ -27,6 +27,7 @@ from types import MappingProxyType
 
 from gpuscale.allocator.domain.jobs import JobMember
 from gpuscale.allocator.domain.model import (
+    LIVE,
     MOVABLE_LABEL,
     Order,
     Reservation,
@@ -392,10 +393,12 @@ class Ledger:
         if dropped is None:
             return
         del self._by_request[dropped.request_id]
-        del self._of_fence[dropped.fence]
+        fence, live = dropped.fence, dropped.live
+        del self._of_fence[fence]
         for holder in {"", dropped.holder}:
             orders = self._by_fence[holder]
-            _take_out(orders[dropped.live], dropped.fence)
+            at = bisect_left(orders[live], fence)
+            del orders[live][orders[live].index(fence, at, at + 1)]  # never another's: ValueError
             if holder and not any(orders):
                 del self._by_fence[holder]
         self._live.pop(one.id, None)
@@ -456,16 +459,12 @@ class Ledger:
             for holder in {"", reservation.holder}:
                 orders = self._by_fence.get(holder) or self._by_fence.setdefault(holder, ([], []))
                 if before is not None:
-                    _take_out(orders[before.live], before.fence)
+                    order = orders[before.state in LIVE]
+                    at = bisect_left(order, before.fence)
+                    del order[order.index(before.fence, at, at + 1)]  # never another's: ValueError
                 insort(orders[live], fence)
         self._deadlines.add(reservation.id, due_at(reservation))
         return reservation
-
-
-def _take_out(order: list[int], fence: int) -> None:
-    """Take a fence out of an order; ValueError if it is not there."""
-    at = bisect_left(order, fence)
-    del order[order.index(fence, at, at + 1)]
 
 
 def due_at(reservation: Reservation) -> float:
