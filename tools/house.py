@@ -146,7 +146,7 @@ def measure() -> list[Figure]:
         Figure("circles of folders in a room", folder_circles(), 0, 0),
         Figure("class names that exist twice", classes_twice(), 9, 10),
         Figure("lines of tests", lines(python_files(ROOT / "tests")), 82_914, 55_000),
-        Figure("words of hand-written docs", words(), 39_926, 40_000),
+        Figure("words of hand-written docs", words(), 39_937, 40_000),
     ]
 
 
