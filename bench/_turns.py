@@ -5,7 +5,7 @@ python -m bench --base ../first [--turns 5] [reserve ...] [its arguments]
 The base is a folder with another commit and its .venv: `git worktree add ../first COMMIT`, then `make -C ../first .venv/.dev`. Each measurement
 is run by its own checkout, one after the other, and the other way round in every second turn, so that a machine that gets
 slower tells on both alike. Lines that differ in their numbers alone are one row; a number that is the same in all runs
-belongs to the row's name. Shown are the medians, and the median of the ratios turn by turn, which holds on a machine whose speed changes.
+belongs to the row's name, and lines that never differ are shown as they are. Shown are the medians, and the median of the ratios turn by turn, which holds on a machine whose speed changes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 HERE = Path(__file__).parent.parent
@@ -26,8 +26,8 @@ NOT_NAMED = "\0"
 WIDTH = 58
 """Characters of a row's name."""
 
-Lines = dict[tuple[str, int], list[float]]
-"""The numbers of each line of an output, by the line without them and how many such there were before."""
+Lines = dict[tuple[str, int], str]
+"""Each line of an output, by what it is without its numbers and how many such there were before."""
 
 
 def asked_for(arguments: Sequence[str]) -> tuple[Path | None, int, list[str]]:
@@ -55,47 +55,46 @@ def compare(base: Path, turns: int, names: Sequence[str], arguments: Sequence[st
 
 
 def rows(base: Sequence[str], here: Sequence[str]) -> list[str]:
-    """A line of the table for each row in which something differs, then what only one of them prints."""
+    """What the first run here printed, with the figures of all runs in place of its own; then what is not in every run."""
     there, ours = [lines(text) for text in base], [lines(text) for text in here]
-    in_all = [key for key in ours[0] if all(key in one for one in (*there, *ours))]
+    runs = (*there, *ours)
     table: list[str] = []
-    same = 0
-    for key in in_all:
-        columns = [
-            ([one[key][index] for one in there], [one[key][index] for one in ours])
-            for index in range(len(ours[0][key]))
-        ]
-        constant = [len({*before, *after}) == 1 for before, after in columns]
-        if all(constant):
-            same += 1
+    for key, line in ours[0].items():
+        if not all(key in one for one in runs):
+            continue
+        before_and_after = _numbers(one[key] for one in there), _numbers(one[key] for one in ours)
+        columns = [*zip(*before_and_after, strict=True)]
+        differing = [(before, after) for before, after in columns if len({*before, *after}) > 1]
+        if not differing:
+            table.append(line)
             continue
         name = key[0]
-        for (before, _), fixed in zip(columns, constant, strict=True):
-            name = name.replace(NOT_NAMED, f"{before[0]:g}" if fixed else "_", 1)
-        figures = "  ".join(
-            _figure(before, after)
-            for (before, after), fixed in zip(columns, constant, strict=True)
-            if not fixed
-        )
+        for before, after in columns:
+            name = name.replace(NOT_NAMED, "_" if (before, after) in differing else f"{before[0]:g}", 1)
+        figures = "  ".join(_figure(before, after) for before, after in differing)
         table.append(f"{name[:WIDTH]:<{WIDTH}}  {figures}")
-    table.append(f"{same} lines are the same on both sides in every turn")
     for side, texts in (("base", there), ("here", ours)):
-        alone = Counter(key[0] for one in texts for key in one if key not in in_all)
+        alone = Counter(key[0] for one in texts for key in one if not all(key in run for run in runs))
         table += [f"not in every run, {side}: {text[:100].replace(NOT_NAMED, '_')}" for text in alone]
     return table
 
 
 def lines(text: str) -> Lines:
-    """The lines of an output that have numbers."""
+    """The lines of an output."""
     found: Lines = {}
     seen: Counter[str] = Counter()
-    for line in text.splitlines():
-        numbers = [float(one.replace(",", "")) for one in NUMBER.findall(line)]
-        if numbers:
-            bare = " ".join(NUMBER.sub(NOT_NAMED, line).split())
-            found[bare, seen[bare]] = numbers
-            seen[bare] += 1
+    for line in filter(str.strip, text.splitlines()):
+        bare = " ".join(NUMBER.sub(NOT_NAMED, line).split())
+        found[bare, seen[bare]] = line
+        seen[bare] += 1
     return found
+
+
+def _numbers(texts: Iterable[str]) -> list[tuple[float, ...]]:
+    """The numbers of a line in each run, by their place in it."""
+    return [
+        *zip(*([float(one.replace(",", "")) for one in NUMBER.findall(text)] for text in texts), strict=True)
+    ]
 
 
 def _figure(before: Sequence[float], after: Sequence[float]) -> str:
