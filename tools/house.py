@@ -145,8 +145,8 @@ def measure() -> list[Figure]:
         Figure("private helpers used once, % of functions", helpers_used_once(), 8.0, 8),
         Figure("circles of folders in a room", folder_circles(), 0, 0),
         Figure("class names that exist twice", classes_twice(), 9, 10),
-        Figure("lines of tests", lines(python_files(ROOT / "tests")), 82_914, 55_000),
-        Figure("words of hand-written docs", words(), 39_937, 40_000),
+        Figure("lines of tests", lines(python_files(ROOT / "tests")), 82_924, 55_000),
+        Figure("words of hand-written docs", words(), 39_938, 40_000),
     ]
 
 

@@ -215,6 +215,14 @@ def test_an_end_that_is_settled_again_changes_nothing() -> None:
     assert list(ledger.reservations(ended=True)) == [other]
 
 
+def test_nothing_is_left_of_what_waited_was_granted_ended_and_is_forgotten() -> None:
+    ledger = Ledger()
+    waits = ledger.confirm(ledger.grant(order(), [], now=NOW, wall=WALL, wait=60))
+    ledger.forget(ended(ledger, ledger.begin(waits.id, [reserved("GPU-a")], NOW, WALL, 0)))
+    kept = {name: value for name, value in vars(ledger).items() if isinstance(value, dict) and value}
+    assert kept == {"_by_fence": {"": ([], [])}}
+
+
 def test_due_is_bounded_and_postponed_work_comes_again() -> None:
     ledger = Ledger()
     for index in range(5):
