@@ -145,7 +145,7 @@ def measure() -> list[Figure]:
         Figure("private helpers used once, % of functions", helpers_used_once(), 8.0, 8),
         Figure("circles of folders in a room", folder_circles(), 0, 0),
         Figure("class names that exist twice", classes_twice(), 9, 10),
-        Figure("lines of tests", lines(python_files(ROOT / "tests")), 82_924, 55_000),
+        Figure("lines of tests", lines(python_files(ROOT / "tests")), 82_926, 55_000),
         Figure("words of hand-written docs", words(), 39_938, 40_000),
     ]
 
